@@ -1,0 +1,40 @@
+PYTHON ?= python3
+BIN := .venv/bin
+PIP := $(BIN)/pip install --quiet --constraint constraints.txt
+# some CPUs advertise AMX that may not be used: a bf16 product then dies with "Illegal instruction"
+export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_FP16
+
+.PHONY: demo test bench format clean
+
+demo: .venv/demo
+	$(BIN)/python -m polyhead demo --out heads.png
+
+test: .venv/test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
+	$(BIN)/pytest
+
+bench: .venv/test
+	$(BIN)/python -m benchmarks
+
+format: .venv/test
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+.venv/bin/python:
+	$(PYTHON) -m venv .venv
+
+.venv/demo: pyproject.toml constraints.txt | .venv/bin/python
+	$(PIP) torch
+	$(PIP) --editable '.[plot]'
+	touch $@
+
+.venv/test: pyproject.toml constraints.txt | .venv/bin/python
+	$(PIP) torch
+	$(PIP) --editable '.[test]'
+	touch $@
+
+clean:
+	rm -rf .venv build dist heads.png

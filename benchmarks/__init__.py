@@ -1,0 +1,1 @@
+"""Polyhead beside its peers and beside the floor: `python -m benchmarks`."""

@@ -1,0 +1,5 @@
+"""`python -m polyhead` is `polyhead`."""
+
+from polyhead.cli.main import main
+
+main()

@@ -1,0 +1,204 @@
+"""The verb: check, choose a kernel, call it; and say which it was and why."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from polyhead.kernels import KERNELS, Call
+from polyhead.kernels.reference import through_sink, weights
+from polyhead.neighbourhood import Neighbourhood, neighbourhood
+from polyhead.position import Position
+from polyhead.score import Dot, Score
+
+_DOT = Dot()
+
+
+def attend(
+    q: Float[Tensor, "... heads queries dim"],
+    k: Float[Tensor, "... key_heads keys dim"],
+    v: Float[Tensor, "... value_heads keys value_dim"],
+    *,
+    over: Neighbourhood | Tensor | None = None,
+    score: Score = _DOT,
+    position: Position | None = None,
+    bias: Float[Tensor, "... #heads #queries #keys"] | None = None,
+    sink: Float[Tensor, " heads"] | float | None = None,
+    dropout: float = 0.0,
+    seed: Int[Tensor, ""] | int | None = None,
+    kernel: str | None = None,
+) -> Float[Tensor, "... heads queries value_dim"]:
+    """Multi-head attention: for each query, the mean of the values, weighted by softmax(score(q, k)).
+
+    Args:
+        q, k, v: projected queries, keys and values. `k` and `v` may have fewer heads than `q`, if their number divides it.
+        over: who may attend to whom; a bool tensor is a mask, True = may attend. By default everyone to everyone.
+        score: how strongly.
+        position: where keys stand; queries are the last of the keys' positions.
+        bias: numbers added to the scores.
+        sink: the logit, for each head, of one more key of value zero.
+        dropout: the share of pairs that is dropped; call it with 0 in evaluation.
+        seed: which pairs; drawn from torch's generator unless given.
+        kernel: insist on a kernel by name, for tests and measurements; an error where it refuses.
+
+    Returns:
+        The heads' outputs. A query with no key gets zero.
+
+    Raises:
+        ValueError: where shapes do not fit, with the argument's name and the rule.
+    """
+    return run(prepare(q, k, v, over, score, position, bias, sink, dropout, seed), kernel)
+
+
+def attention_weights(
+    q: Float[Tensor, "... heads queries dim"],
+    k: Float[Tensor, "... key_heads keys dim"],
+    *,
+    over: Neighbourhood | Tensor | None = None,
+    score: Score = _DOT,
+    position: Position | None = None,
+    bias: Float[Tensor, "... #heads #queries #keys"] | None = None,
+    sink: Float[Tensor, " heads"] | float | None = None,
+) -> Float[Tensor, "... heads queries keys"]:
+    """The weights that `attend` sums the values with, before dropout: a tensor of queries x keys.
+
+    Each row sums to 1, to less where a sink takes its share, and to 0 where a query has no key.
+    """
+    return weights(prepare(q, k, k, over, score, position, bias, sink, 0.0, None))
+
+
+class Explanation(NamedTuple):
+    """Which kernel a call takes, and why not those before it."""
+
+    kernel: str
+    refused: dict[str, str]
+
+    def __str__(self) -> str:
+        return "\n".join([self.kernel, *(f"  not {name}: {reason}" for name, reason in self.refused.items())])
+
+
+def explain(
+    q: Float[Tensor, "... heads queries dim"],
+    k: Float[Tensor, "... key_heads keys dim"],
+    v: Float[Tensor, "... value_heads keys value_dim"],
+    *,
+    over: Neighbourhood | Tensor | None = None,
+    score: Score = _DOT,
+    position: Position | None = None,
+    bias: Float[Tensor, "... #heads #queries #keys"] | None = None,
+    sink: Float[Tensor, " heads"] | float | None = None,
+    dropout: float = 0.0,
+) -> Explanation:
+    """Which kernel `attend` takes for these arguments, and why the faster ones refuse. Nothing is computed."""
+    return explained(prepare(q, k, v, over, score, position, bias, sink, dropout, 0))
+
+
+def prepare(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    over: Neighbourhood | Tensor | None,
+    score: Score,
+    position: Position | None,
+    bias: Tensor | None,
+    sink: Tensor | float | None,
+    dropout: float,
+    seed: Tensor | int | None,
+    rotated: bool = False,
+) -> Call:
+    """The checked call. `rotated`: the position has turned q and k already (cached keys are kept turned)."""
+    table = None
+    if position is not None:
+        position.check(q.shape[-3], q.shape[-1])
+        table = table_of(position, q.shape[-2], k.shape[-2], q.device)
+        if not rotated:
+            q, k = position.rotate(q, k.shape[-2] - q.shape[-2]), position.rotate(k, 0)
+    if sink is not None and not isinstance(sink, Tensor):
+        sink = torch.full((q.shape[-3],), float(sink), device=q.device)
+    if dropout and seed is None:
+        seed = torch.randint(2**31, (), device=q.device)
+    elif seed is not None and not isinstance(seed, Tensor):
+        seed = torch.tensor(seed, device=q.device)
+    if bias is not None and bias.dim() < 3:
+        bias = bias.reshape(*(1,) * (3 - bias.dim()), *bias.shape)
+    call = Call(q, k, v, neighbourhood(over), score, table, bias, sink, dropout, seed)
+    _check(call)
+    return call
+
+
+def table_of(position: Position, queries: int, keys: int, device: torch.device) -> Tensor | None:
+    """What a position adds, for every distance that occurs between these queries and keys."""
+    return position.by_distance(torch.arange(1 - keys, queries, device=device))
+
+
+def run(call: Call, kernel: str | None = None) -> Float[Tensor, "... heads queries value_dim"]:
+    """Compute a checked call with the first kernel that takes it."""
+    for candidate in KERNELS:
+        if kernel is not None and candidate.name != kernel:
+            continue
+        reason = candidate.refuses(call)
+        if reason is None:
+            out, lse = candidate(call)
+            if call.sink is None:
+                return out
+            assert lse is not None
+            return out * through_sink(lse, call.sink).to(out.dtype)
+        if kernel is not None:
+            raise ValueError(f"kernel: {kernel!r} refuses this call: {reason}")
+    raise ValueError(f"kernel: {kernel!r} is none of {[known.name for known in KERNELS]}")
+
+
+def explained(call: Call) -> Explanation:
+    """Which kernel takes a checked call, and why the others before it do not."""
+    refused: dict[str, str] = {}
+    for candidate in KERNELS:
+        reason = candidate.refuses(call)
+        if reason is None:
+            break
+        refused[candidate.name] = reason
+    return Explanation(candidate.name, refused)
+
+
+def _check(call: Call) -> None:
+    q, k, v = call.q, call.k, call.v
+    qs, ks, vs = q.shape, k.shape, v.shape
+    if len(qs) < 3:
+        raise ValueError(f"q: its shape is {tuple(qs)}; it must be (..., heads, queries, dim)")
+    if ks[:-3] != qs[:-3] or vs[:-3] != qs[:-3] or len(ks) < 3 or len(vs) < 3:
+        raise ValueError(
+            f"q, k, v: the batch axes differ: {tuple(qs[:-3])} {tuple(ks[:-3])} {tuple(vs[:-3])} before (heads, items, dim)"
+        )
+    if ks[-1] != qs[-1]:
+        raise ValueError(f"k: it has {ks[-1]} features, but q has {qs[-1]}")
+    if vs[-2] != ks[-2]:
+        raise ValueError(f"v: it has {vs[-2]} items, but k has {ks[-2]}")
+    if ks[-3] == 0 or vs[-3] == 0 or qs[-3] % ks[-3] or qs[-3] % vs[-3]:
+        raise ValueError(
+            f"k, v: {ks[-3]} and {vs[-3]} heads cannot be shared by the {qs[-3]} heads of q; their number must divide it"
+        )
+    if not (q.dtype == k.dtype == v.dtype) or not q.dtype.is_floating_point:
+        raise ValueError(
+            f"q, k, v: their dtypes are {q.dtype}, {k.dtype}, {v.dtype}; they must be one floating-point dtype"
+        )
+    if not 0 <= call.dropout < 1:
+        raise ValueError(f"dropout: it is {call.dropout}; it must be at least 0 and less than 1")
+    call.over.check(call.sizes)
+    if call.bias is not None:
+        _check_bias(call.bias, (*qs[:-1], ks[-2]))
+    if call.sink is not None and call.sink.shape != (qs[-3],):
+        raise ValueError(f"sink: its shape is {tuple(call.sink.shape)}; it must be one number a head, ({qs[-3]},)")
+
+
+def _check_bias(bias: Tensor, wanted: tuple[int, ...]) -> None:
+    if not bias.is_floating_point():
+        raise ValueError(
+            f"bias: it is {bias.dtype}; it must be floating-point numbers to add. A bool mask goes to over="
+        )
+    shape = tuple(bias.shape)
+    if len(shape) > len(wanted) or any(
+        a not in (1, b) for a, b in zip(reversed(shape), reversed(wanted), strict=False)
+    ):
+        raise ValueError(f"bias: its shape is {shape}; it must broadcast to (..., heads, queries, keys) = {wanted}")

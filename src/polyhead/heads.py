@@ -1,0 +1,396 @@
+"""What the heads did: a view on one attention that computes nothing until it is asked."""
+
+from __future__ import annotations
+
+import html as text
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from polyhead.kernels import Call, metrics
+from polyhead.kernels.metrics import Part
+from polyhead.neighbourhood import Neighbourhood
+from polyhead.picture import html, plot
+from polyhead.score import Dot
+
+if TYPE_CHECKING:
+    import numpy as np
+    from matplotlib.figure import Figure
+
+Index = int | slice | Sequence[int] | Tensor
+_OFFSETS = {"self": 0, "previous": -1, "next": 1}
+
+
+class Origin(NamedTuple):
+    """What a view came from besides the attention itself: what the layer made of the heads' outputs."""
+
+    outputs: Float[Tensor, "... heads queries value_dim"] | None = None
+    join: Float[Tensor, "out heads_dim"] | None = None
+    gate: Float[Tensor, " heads"] | None = None
+
+
+_NOTHING_MORE = Origin()
+
+
+class Heads:
+    """The weights `(..., heads, queries, keys)` of one attention, before dropout, as a view.
+
+    It has the weights' shape, indexes like them and turns into a tensor wherever one is asked for; `heads[0, 3]`
+    computes only that part. The numbers about heads (`entropy`, `received`, …) are streamed in blocks of queries and
+    never build queries x keys. It keeps references, no copies: after an in-place change of what it points to (an
+    optimizer's step on W_O, a truncated cache) it raises rather than mislead; `.detach()` makes it lasting.
+    """
+
+    def __init__(self, call: Call, origin: Origin = _NOTHING_MORE, cache: Any = None) -> None:
+        self._part = Part(call)
+        self._origin = origin
+        self._seen = None if torch.compiler.is_compiling() else _versions(call, origin, cache)
+        self._cache = cache
+
+    # what it is
+
+    @property
+    def shape(self) -> torch.Size:
+        return self._part.shape
+
+    @property
+    def weights(self) -> Float[Tensor, "... heads queries keys"]:
+        """The weights as a tensor: computed now, differentiable."""
+        return self._fresh().weights()
+
+    @property
+    def outputs(self) -> Float[Tensor, "... heads queries value_dim"]:
+        """Each head's own output, before the heads are combined."""
+        self._fresh()
+        if self._origin.outputs is None:
+            raise ValueError("outputs: this view was made without them")
+        out, part = self._origin.outputs, self._part
+        out = out if part.heads is None else out.index_select(-3, part.heads)
+        return out if part.queries is None else out.index_select(-2, part.queries)
+
+    def contribution(self) -> Heads:
+        """The same view, each weight times the norm of what it moves: |α_ij · W_O v_j| (Kobayashi 2020).
+
+        Much of the plain weight may rest on keys whose values are next to nothing: this tells.
+        """
+        call, join = self._fresh().call, self._origin.join
+        heads = call.sizes.heads
+        # (..., out, heads · dim) -> (..., heads, out, dim)
+        by_head = None if join is None else join.unflatten(-1, (heads, -1)).movedim(-2, -3).to(call.v.dtype)
+        moved = metrics.moved_by(call.v, by_head, heads)
+        if self._origin.gate is not None:
+            moved = moved * self._origin.gate.abs()[..., :, None]
+        return self._with(self._part._replace(moved=moved))
+
+    def select(self, *, heads: Index | None = None, queries: Index | None = None, keys: Index | None = None) -> Heads:
+        """A view on some heads, queries or keys: a number, a slice or a list of numbers for each; axes stay."""
+        part = self._part
+        for axis, index in (("heads", heads), ("queries", queries), ("keys", keys)):
+            if index is not None:
+                part = _chosen(part, axis, _pick(axis, part.numbers(axis), index))
+        return self._with(part)
+
+    # numbers about the heads
+
+    def entropy(self) -> Float[Tensor, "... heads queries"]:
+        """How spread each query's attention is, in nats: 0 on one key, log n evenly over n keys."""
+        return metrics.entropy(self._fresh())
+
+    def distance(self) -> Float[Tensor, "... heads queries"]:
+        """How far from itself each query looks, on average."""
+        return metrics.distance(self._fresh())
+
+    def mass(self, on: str | int | Tensor) -> Float[Tensor, "... heads queries"]:
+        """How much of each query's weight lies on certain keys.
+
+        Args:
+            on: `"self"`, `"previous"`, `"next"`, `"first"`; or how far after the query the key stands (-1: the previous one); or
+                a bool tensor (..., keys), True for the keys that count.
+        """
+        part = self._fresh()
+        if isinstance(on, Tensor):
+            if on.shape[-1] != self.shape[-1] or on.is_floating_point():
+                raise ValueError(
+                    f"on: it is {on.dtype} of shape {tuple(on.shape)}; it must be a bool tensor (..., keys) with {self.shape[-1]} keys"
+                )
+            return metrics.mass_on(part, on)
+        if on == "first":
+            return metrics.mass_on(part, part.numbers("keys") == 0)
+        if isinstance(on, str) and on not in _OFFSETS:
+            raise ValueError(f"on: {on!r} is none of {[*_OFFSETS, 'first']}, a number or a bool tensor")
+        return metrics.mass(part, _OFFSETS[on] if isinstance(on, str) else on)
+
+    def received(self) -> Float[Tensor, "... heads keys"]:
+        """How much weight each key receives from all queries together."""
+        return metrics.received(self._fresh())
+
+    def top(self, k: int) -> tuple[Float[Tensor, "... heads queries k"], Int[Tensor, "... heads queries k"]]:
+        """The k largest weights of each query, and the keys they lie on."""
+        if not 1 <= k <= self.shape[-1]:
+            raise ValueError(f"k: it is {k}; there are {self.shape[-1]} keys")
+        return metrics.top(self._fresh(), k)
+
+    def heatmap(self, size: int = 64) -> Float[Tensor, "... heads height width"]:
+        """The weights averaged to at most size x size cells: a picture of any length."""
+        if size < 1:
+            raise ValueError(f"size: it is {size}; it must be 1 or more")
+        return metrics.heatmap(self._fresh(), size)
+
+    def diversity(self) -> Float[Tensor, "... heads heads"]:
+        """How differently two heads attend, averaged over queries: 0 alike, 1 no key in common."""
+        return metrics.diversity(self._fresh())
+
+    # pictures
+
+    def plot(self, *, batch: int = 0, tokens: Sequence[str] | None = None, size: int = 256) -> Figure:
+        """A heat-map for each head, as a matplotlib Figure (`pip install polyhead[plot]`).
+
+        Args:
+            batch: which row of the batch.
+            tokens: names for the keys (and for as many queries).
+            size: a longer sequence is averaged to as many cells.
+        """
+        return plot(self._row_maps(batch, size), self._part.numbers("heads").tolist(), tokens, self.shape)
+
+    def _repr_html_(self) -> str:
+        if not self.shape.numel():
+            return text.escape(repr(self))
+        return html(self._row_maps(0, 64), self._part.numbers("heads").tolist(), repr(self))
+
+    def _row_maps(self, batch: int, size: int) -> Float[Tensor, "heads height width"]:
+        """The heat-maps of one row of the batch."""
+        lead = self.shape[:-3]
+        if not 0 <= batch < lead.numel():
+            raise ValueError(f"batch: it is {batch}; there are {lead.numel()} rows")
+        at = torch.unravel_index(torch.tensor(batch), lead) if lead else ()
+        part = _narrowed(self._fresh(), [_slice(int(i), n) for i, n in zip(at, lead, strict=True)])
+        maps = metrics.heatmap(part, size).detach()
+        return maps.reshape(maps.shape[-3:])
+
+    # lasting copies
+
+    def detach(self) -> Heads:
+        """The same view without gradients, on copies of all that may change later."""
+        return self._moved(lambda x: x.detach().clone())
+
+    def cpu(self) -> Heads:
+        """A lasting copy of the view on the CPU."""
+        return self._moved(lambda x: x.detach().to("cpu", copy=True))
+
+    def numpy(self) -> np.ndarray[Any, Any]:
+        """The weights as a NumPy array."""
+        w = self.weights.detach().cpu()
+        return (w.float() if w.dtype == torch.bfloat16 else w).numpy()
+
+    def _moved(self, change: Callable[[Tensor], Tensor]) -> Heads:
+        self._fresh()
+        leaves, structure = pytree.tree_flatten(self)
+        copy: Heads = pytree.tree_unflatten([change(x) if isinstance(x, Tensor) else x for x in leaves], structure)
+        return copy
+
+    # how it stays true
+
+    def _fresh(self) -> Part:
+        """The part, after making sure that nothing it points to has changed since the call."""
+        if self._seen is not None and self._seen != (now := _versions(self._part.call, self._origin, self._cache)):
+            names = [name for name, before, after in zip(_WATCHED, self._seen, now, strict=True) if before != after]
+            raise RuntimeError(
+                f"this view is stale: {', '.join(names)} changed in place since the attention was computed; "
+                "look before the change, or keep a lasting copy with heads.detach()"
+            )
+        return self._part
+
+    def _with(self, part: Part) -> Heads:
+        view = object.__new__(Heads)
+        view.__dict__.update(self.__dict__, _part=part)
+        return view
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.detach().__dict__
+
+    # as a tensor
+
+    def __getitem__(self, index: Any) -> Tensor:
+        """Part of the weights; numbers and slices compute no more than they name."""
+        given = index if isinstance(index, tuple) else (index,)
+        plain = all(i is Ellipsis or (isinstance(i, (int, slice)) and not isinstance(i, bool)) for i in given)
+        if not plain or len(given) > len(self.shape) + 1 or given.count(Ellipsis) > 1:
+            return self.weights[index]
+        place = given.index(Ellipsis) if Ellipsis in given else len(given)
+        behind = len(given) - place - 1 if Ellipsis in given else 0
+        filled = (*given[:place], *[slice(None)] * (len(self.shape) - place - behind), *given[len(given) - behind :])
+        if len(filled) != len(self.shape):
+            raise IndexError(f"too many indices: {len(given)} for a view of {len(self.shape)} axes")
+        slices = [_slice(i, n) if isinstance(i, int) else i for i, n in zip(filled, self.shape, strict=True)]
+        part = _narrowed(self._fresh(), slices[:-3])
+        for axis, s in zip(("heads", "queries", "keys"), slices[-3:], strict=True):
+            if s != slice(None):
+                part = _chosen(part, axis, part.numbers(axis)[s])
+        w = part.weights()
+        return w[tuple(0 if isinstance(i, int) else slice(None) for i in filled)]
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        is_heads = lambda x: isinstance(x, Heads)
+        to_tensor = lambda x: x.weights if isinstance(x, Heads) else x
+        args, kwargs = pytree.tree_map(to_tensor, (tuple(args), kwargs or {}), is_leaf=is_heads)
+        return func(*args, **kwargs)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
+        array = self.numpy()
+        return array if dtype is None else array.astype(dtype)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or not hasattr(Tensor, name):
+            raise AttributeError(f"Heads has no attribute {name!r}")
+        return getattr(self.weights, name)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._part.call.q.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self._part.call.q.device
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    def dim(self) -> int:
+        return len(self.shape)
+
+    def size(self, dim: int | None = None) -> torch.Size | int:
+        return self.shape if dim is None else self.shape[dim]
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return (self[i] for i in range(len(self)))
+
+    def __repr__(self) -> str:
+        return f"Heads(shape={tuple(self.shape)}, over={self._part.call.over!r})"
+
+
+def _as_tensor(name: str) -> Callable[..., Any]:
+    method = getattr(Tensor, name)
+
+    def apply(self: Heads, *others: Any) -> Any:
+        return method(self.weights, *(other.weights if isinstance(other, Heads) else other for other in others))
+
+    return apply
+
+
+for _name in (
+    ["add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "matmul", "rmatmul", "pow", "neg", "abs", "eq", "ne", "lt", "le", "gt", "ge"]
+):  # fmt: skip
+    setattr(Heads, f"__{_name}__", _as_tensor(f"__{_name}__"))
+Heads.__hash__ = object.__hash__  # type: ignore[method-assign]
+
+
+class Rows(Neighbourhood):
+    """A neighbourhood in some rows of its batch."""
+
+    def __init__(self, over: Neighbourhood, batch: tuple[int, ...], rows: tuple[slice, ...]) -> None:
+        self.over, self.batch, self.rows = over, batch, rows
+
+    def allows(self, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        allowed = self.over.allows(head, query, key)
+        return allowed.expand(*self.batch, *allowed.shape[-3:])[self.rows] if allowed.dim() > 3 else allowed
+
+    def __repr__(self) -> str:
+        return repr(self.over)
+
+
+def _narrowed(part: Part, rows: list[slice]) -> Part:
+    """A part in some rows of its batch."""
+    if all(row == slice(None) for row in rows):
+        return part
+    call, at = part.call, tuple(rows)
+    batch, bias = call.sizes.batch, call.bias
+    if bias is not None and bias.dim() > 3:
+        bias = bias.expand(*batch, *bias.shape[-3:])[at]
+    call = call._replace(q=call.q[at], k=call.k[at], v=call.v[at], over=Rows(call.over, batch, at), bias=bias)
+    return part._replace(call=call, moved=None if part.moved is None else part.moved[at])
+
+
+def _chosen(part: Part, axis: str, numbers: Int[Tensor, " some"]) -> Part:
+    changed: dict[str, Any] = {axis: numbers}
+    return part._replace(**changed)
+
+
+def _slice(index: int, size: int) -> slice:
+    index = operator.index(index)
+    if not -size <= index < size:
+        raise IndexError(f"index {index} is out of bounds for an axis of {size}")
+    return slice(index % size, index % size + 1)
+
+
+def _pick(axis: str, own: Int[Tensor, " own"], index: Index) -> Int[Tensor, " some"]:
+    """Which of its own numbers a view keeps on an axis."""
+    if isinstance(index, slice):
+        return own[index]
+    at = torch.as_tensor(index, device=own.device).reshape(-1)
+    if at.dtype == torch.bool:
+        at = at.nonzero()[:, 0] if len(at) == len(own) else at
+    if (
+        at.is_floating_point()
+        or at.dtype == torch.bool
+        or (len(at) and not -len(own) <= int(at.min()) <= int(at.max()) < len(own))
+    ):
+        raise ValueError(f"{axis}: {index!r} is out of reach; there are {len(own)}")
+    return own[at]
+
+
+_WATCHED = ("q", "k", "v", "position table", "bias", "sink", "outputs", "W_O", "gate", "cache")
+
+
+def _versions(call: Call, origin: Origin, cache: Any) -> tuple[int | None, ...]:
+    """A count of in-place changes of each tensor that a view points to. A cache only appends, and counts by itself."""
+    tensors = (call.q, None if cache else call.k, None if cache else call.v, call.table, call.bias, call.sink, *origin)
+    return (*(_version(x) for x in tensors), cache.generation if cache else None)
+
+
+def _version(x: Tensor | None) -> int | None:
+    return None if x is None or x.is_inference() else x._version
+
+
+def _flatten(heads: Heads) -> tuple[list[Any], Any]:
+    fields: dict[str, Any] = {**heads._part.call._asdict(), **heads._part._asdict(), **heads._origin._asdict()}
+    static = {name: fields.pop(name) for name in ("score", "dropout", "call")}
+    present = {name: field for name, field in fields.items() if field is not None}
+    return list(present.values()), (tuple(present), static["score"], static["dropout"])
+
+
+def _unflatten(children: Any, context: Any) -> Heads:
+    names, score, dropout = context
+    fields = dict(zip(names, children, strict=True))
+    take: Callable[[Any], dict[str, Any]] = lambda kind: {n: fields.get(n) for n in kind._fields}
+    call = Call(**{**take(Call), "score": score, "dropout": dropout})
+    heads = object.__new__(Heads)
+    heads._part, heads._origin = Part(**{**take(Part), "call": call}), Origin(**take(Origin))
+    heads._seen = heads._cache = None
+    return heads
+
+
+def _dumpable(context: Any) -> Any:
+    names, score, dropout = context
+    if type(score) is not Dot:
+        raise ValueError(f"score: a view on {type(score).__name__} scores cannot be written into an exported program")
+    return names, score.scale, dropout
+
+
+pytree.register_pytree_node(
+    Heads,
+    _flatten,
+    _unflatten,
+    serialized_type_name="polyhead.heads.Heads",
+    to_dumpable_context=_dumpable,
+    from_dumpable_context=lambda dumped: (tuple(dumped[0]), Dot(dumped[1]), dumped[2]),
+)

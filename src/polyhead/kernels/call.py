@@ -1,0 +1,70 @@
+"""One attention, as every kernel receives it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from polyhead.neighbourhood import Neighbourhood, Sizes
+from polyhead.score import Score
+
+
+class Call(NamedTuple):
+    """What a kernel is asked to do. Positions have already rotated `q` and `k`, or stand in `table`.
+
+    `k` and `v` may have fewer heads than `q`: consecutive heads of `q` share one of theirs.
+    """
+
+    q: Float[Tensor, "... heads queries dim"]
+    k: Float[Tensor, "... key_heads keys dim"]
+    v: Float[Tensor, "... value_heads keys value_dim"]
+    over: Neighbourhood
+    score: Score
+    # one number a head and distance: entry d belongs to the key d + 1 - keys after the query
+    table: Float[Tensor, "heads distances"] | None = None
+    bias: Float[Tensor, "... #heads #queries #keys"] | None = None
+    # the logit of one more key, of value zero, that every query may choose
+    sink: Float[Tensor, " heads"] | None = None
+    dropout: float = 0.0
+    seed: Int[Tensor, ""] | None = None
+
+    @property
+    def sizes(self) -> Sizes:
+        q = self.q.shape
+        return Sizes(tuple(q[:-3]), q[-3], q[-2], self.k.shape[-2])
+
+
+Result = tuple[Float[Tensor, "... heads queries value_dim"], Float[Tensor, "... heads queries"] | None]
+
+
+class Kernel(Protocol):
+    """Computes a call, or says in words why it does not.
+
+    It returns the output and the log-sum-exp of each row of scores, without the sink (-inf where a query has no key);
+    None in its place where a device's fused attention keeps it to itself.
+    """
+
+    name: str
+
+    def refuses(self, call: Call) -> str | None: ...
+
+    def __call__(self, call: Call) -> Result: ...
+
+
+def under_transform() -> bool:
+    """Whether a torch.func transform (vmap, grad, jvp, …) is active: fused operators have no rules for them."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def to_heads(x: Float[Tensor, "... own items dim"], heads: int) -> Float[Tensor, "... heads items dim"]:
+    """Grouped keys or values given out to every head."""
+    own = x.shape[-3]
+    return x if own == heads else x.repeat_interleave(heads // own, -3)
+
+
+def flat(x: Float[Tensor, "... heads items dim"]) -> Float[Tensor, "batch heads items dim"]:
+    """All batch axes as one."""
+    return x if x.dim() == 4 else x.reshape(-1, *x.shape[-3:]) if x.dim() > 4 else x[None]

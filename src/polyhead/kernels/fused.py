@@ -1,0 +1,86 @@
+"""torch's fused attention, for calls that need no mask."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from polyhead.kernels.call import Call, Result, flat, to_heads, under_transform
+from polyhead.neighbourhood import Causal, Dense
+from polyhead.score import Dot
+
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+# Beyond this ratio of key to value width, padding the narrower one costs more than the fused kernel saves.
+WIDTHS = 2
+
+
+class Fused:
+    """One call of torch's flash attention: everyone, or nobody ahead."""
+
+    name = "fused"
+
+    def refuses(self, call: Call) -> str | None:
+        q, over = call.q, call.over
+        queries, keys = q.shape[-2], call.k.shape[-2]
+        if not isinstance(over, Dense) and not (isinstance(over, Causal) and queries in (keys, 1)):
+            return f"it skips no blocks and takes no masks, and over is {over!r}"
+        if call.table is not None or call.bias is not None:
+            return "it adds no bias"
+        if call.dropout > 0:
+            return "it drops no pairs"
+        if call.sink is not None and (q.device.type != "cpu" or torch.is_grad_enabled()):
+            return "a sink needs the log-sum-exp and its gradient"
+        return refuses_fused(call)
+
+    def __call__(self, call: Call) -> Result:
+        assert isinstance(call.score, Dot)
+        causal = isinstance(call.over, Causal) and call.q.shape[-2] > 1
+        return fused(call.q, call.k, call.v, causal, call.score.factor(call.q.shape[-1]))
+
+
+def refuses_fused(call: Call) -> str | None:
+    """What torch's fused attention cannot do, whatever the neighbourhood."""
+    q, k, v = call.q, call.k, call.v
+    if type(call.score) is not Dot:
+        return f"it computes dot products, and score is {type(call.score).__name__}"
+    if not (q.numel() and k.numel() and v.numel()):
+        return "a tensor is empty"
+    if v.shape[-1] != q.shape[-1] and not 1 / WIDTHS <= v.shape[-1] / q.shape[-1] <= WIDTHS:
+        return f"keys of {q.shape[-1]} and values of {v.shape[-1]} features are too different to pad"
+    if under_transform():
+        return "it has no rules for torch.func transforms"
+    return None
+
+
+def fused(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Result:
+    """Flash attention over all keys, or over those not ahead (as many queries as keys)."""
+    width, shape = v.shape[-1], q.shape
+    q, k, v = (strided(x) for x in even(q, k, v))
+    if q.device.type == "cpu":
+        out, lse = _flash(flat(q), flat(k), flat(v), 0.0, causal, scale=scale)
+    else:
+        out = F.scaled_dot_product_attention(flat(q), flat(k), flat(v), is_causal=causal, scale=scale, enable_gqa=True)
+        lse = None
+    if q.dim() != 4:
+        out = out.reshape(*shape[:-1], out.shape[-1])
+        lse = None if lse is None else lse.reshape(shape[:-1])
+    return (out if out.shape[-1] == width else out[..., :width]), lse
+
+
+def even(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The three with features of one width (zeros change no product) and keys and values with as many heads."""
+    dim, width = q.shape[-1], v.shape[-1]
+    if dim < width:
+        q, k = F.pad(q, (0, width - dim)), F.pad(k, (0, width - dim))
+    elif width < dim:
+        v = F.pad(v, (0, dim - width))
+    if k.shape[-3] != v.shape[-3]:
+        heads = max(k.shape[-3], v.shape[-3])
+        k, v = to_heads(k, heads), to_heads(v, heads)
+    return q, k, v
+
+
+def strided(x: Tensor) -> Tensor:
+    """The fused kernel reads features that lie side by side, and strides wrongly over any others."""
+    return x if x.stride(-1) == 1 else x.contiguous()

@@ -1,0 +1,162 @@
+"""Numbers about heads, streamed: blocks of queries at a time, never queries x keys.
+
+Where gradients are asked for, a block is computed anew in backward instead of being kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple, TypeVar
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from polyhead.kernels.call import Call
+from polyhead.kernels.reference import weights
+
+# Numbers in one block of weights: 4 M of fp32 are 16 MB.
+BLOCK = 1 << 22
+
+Answer = TypeVar("Answer", Tensor, tuple[Tensor, ...])
+
+
+class Part(NamedTuple):
+    """What is looked at: an attention, or some of its heads, queries and keys (None: all)."""
+
+    call: Call
+    heads: Int[Tensor, " some"] | None = None
+    queries: Int[Tensor, " some"] | None = None
+    keys: Int[Tensor, " some"] | None = None
+    # what a weight of 1 on a key moves: the weights are multiplied by it
+    moved: Float[Tensor, "... all_heads all_keys"] | None = None
+
+    def numbers(self, axis: str) -> Int[Tensor, " some"]:
+        """The numbers of the heads, queries or keys that are looked at."""
+        chosen: Tensor | None = getattr(self, axis)
+        return torch.arange(getattr(self.call.sizes, axis), device=self.call.q.device) if chosen is None else chosen
+
+    @property
+    def shape(self) -> torch.Size:
+        sizes = self.call.sizes
+        chosen = ((self.heads, sizes.heads), (self.queries, sizes.queries), (self.keys, sizes.keys))
+        return torch.Size((*sizes.batch, *(size if index is None else len(index) for index, size in chosen)))
+
+    def weights(self, queries: Int[Tensor, " rows"] | None = None) -> Float[Tensor, "... heads queries keys"]:
+        """The weights, of all queries that are looked at or of these."""
+        p = weights(self.call, self.queries if queries is None else queries, self.heads)
+        if self.moved is not None:
+            moved = self.moved if self.heads is None else self.moved.index_select(-2, self.heads)
+            p = p * moved[..., None, :]
+        return p if self.keys is None else p.index_select(-1, self.keys)
+
+
+# What a metric does with a block: the weights, the positions of its queries (queries, 1) and those of the keys (keys).
+Block = Callable[[Float[Tensor, "... heads rows keys"], Int[Tensor, "rows 1"], Int[Tensor, " keys"]], Answer]
+
+
+def _blocks(part: Part, measure: Block[Answer]) -> Iterator[tuple[slice, Answer]]:
+    sizes, queries, keys = part.call.sizes, part.numbers("queries"), part.numbers("keys")
+    a_query = max(1, part.shape[:-2].numel() * sizes.keys)
+    rows = max(1, BLOCK // a_query)
+
+    def block(chosen: Tensor) -> Answer:
+        return measure(part.weights(chosen), chosen[:, None] + (sizes.keys - sizes.queries), keys)
+
+    learns = torch.is_grad_enabled() and (part.call.q.requires_grad or part.call.k.requires_grad)
+    for begin in range(0, max(len(queries), 1), rows):
+        chosen = queries[begin : begin + rows]
+        answer: Answer = checkpoint(block, chosen, use_reentrant=False) if learns else block(chosen)
+        yield slice(begin, begin + len(chosen)), answer
+
+
+def _each_query(part: Part, measure: Block[Tensor]) -> Tensor:
+    """A number for each query, the last axis of what `measure` returns."""
+    return torch.cat([answer for _, answer in _blocks(part, measure)], -1)
+
+
+def entropy(part: Part) -> Float[Tensor, "... heads queries"]:
+    """−Σ p log p of each query's weights, in nats."""
+    return _each_query(part, lambda p, query, key: torch.special.entr(p).sum(-1))
+
+
+def distance(part: Part) -> Float[Tensor, "... heads queries"]:
+    """How far each query looks on average: Σ p |key − query|."""
+    return _each_query(part, lambda p, query, key: (p * (key - query).abs()).sum(-1))
+
+
+def mass(part: Part, offset: int) -> Float[Tensor, "... heads queries"]:
+    """How much of each query's weight lies on the key that stands `offset` after it."""
+    return _each_query(part, lambda p, query, key: (p * (key - query == offset)).sum(-1))
+
+
+def mass_on(part: Part, marked: Float[Tensor, "... keys"]) -> Float[Tensor, "... heads queries"]:
+    """How much of each query's weight lies on the marked keys (1: marked)."""
+    return _each_query(part, lambda p, query, key: (p * marked[..., None, None, :].to(p.dtype)).sum(-1))
+
+
+def received(part: Part) -> Float[Tensor, "... heads keys"]:
+    """How much weight each key receives from all queries together."""
+    total = torch.zeros((), device=part.call.q.device)
+    for _, answer in _blocks(part, lambda p, query, key: p.sum(-2)):
+        total = total + answer
+    return total
+
+
+def top(part: Part, k: int) -> tuple[Float[Tensor, "... heads queries k"], Int[Tensor, "... heads queries k"]]:
+    """The k largest weights of each query and their keys' numbers."""
+    best = [answer for _, answer in _blocks(part, lambda p, query, key: tuple(p.topk(k, -1)))]
+    values, places = (torch.cat(column, -2) for column in zip(*best, strict=True))
+    return values, part.numbers("keys")[places]
+
+
+def heatmap(part: Part, size: int) -> Float[Tensor, "... heads height width"]:
+    """The weights averaged to at most size x size cells."""
+    height, width = (min(size, max(n, 1)) for n in part.shape[-2:])
+    down, across = _cells(part.shape[-2], height, part.call.q), _cells(part.shape[-1], width, part.call.q)
+    total = part.call.q.new_zeros((*part.shape[:-2], height, width))
+    for rows, answer in _blocks(part, lambda p, query, key: p @ across):
+        total = total + down[rows].T @ answer
+    return total
+
+
+def _cells(items: int, cells: int, like: Tensor) -> Float[Tensor, "items cells"]:
+    """A matrix that averages items in `cells` equal groups."""
+    group = torch.arange(items, device=like.device) * cells // max(items, 1)
+    member = (group[:, None] == torch.arange(cells, device=like.device)).to(like.dtype)
+    return member / member.sum(0).clamp(min=1)
+
+
+def diversity(part: Part) -> Float[Tensor, "... heads heads"]:
+    """How differently two heads attend: the squared Hellinger distance 1 − Σ √(p p′), averaged over queries.
+
+    0: the same weights everywhere; 1: no key in common. Queries without any key do not count.
+    """
+
+    def overlap(p: Tensor, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        live = (p.sum(-1) > 0).to(p.dtype)
+        # a sink's share is a key that all heads have
+        rest = (1 - p.sum(-1, keepdim=True)).clamp(min=0) if part.call.sink is not None else p[..., :0]
+        root = torch.cat((p, rest), -1).clamp(min=0).sqrt().flatten(-2)
+        return root @ root.transpose(-2, -1), live @ live.transpose(-2, -1)
+
+    parts = [answer for _, answer in _blocks(part, overlap)]
+    shared, queries = (sum(column) for column in zip(*parts, strict=True))
+    assert isinstance(shared, Tensor) and isinstance(queries, Tensor)
+    return 1 - shared / queries.clamp(min=1)
+
+
+def moved_by(
+    v: Float[Tensor, "... value_heads keys dim"], join: Float[Tensor, "... heads out dim"] | None, heads: int
+) -> Float[Tensor, "... heads keys"]:
+    """The norm of what each head moves when it puts a weight of 1 on a key: |W_O v| (Kobayashi 2020)."""
+    group = heads // v.shape[-3]
+    if join is None:
+        norm: Tensor = v.norm(dim=-1)
+        return norm.repeat_interleave(group, -2)
+    # |W v|² = vᵀ (WᵀW) v: the small product spares the wide one
+    gram = (join.transpose(-2, -1) @ join).unflatten(-3, (-1, group))
+    values = v.unsqueeze(-3)
+    squares: Tensor = ((values @ gram) * values).sum(-1)
+    return squares.clamp(min=0).sqrt().flatten(-3, -2)

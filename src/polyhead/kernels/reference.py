@@ -1,0 +1,96 @@
+"""The definition: score, softmax, sum. Any device, dtype, score and neighbourhood; never optimised."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from polyhead.kernels.call import Call, Result, to_heads
+from polyhead.kernels.dropout import keeps
+
+
+class Reference:
+    """out = softmax(score(q, k) + bias, over the allowed keys) v; a query with no key gets zero."""
+
+    name = "reference"
+
+    def refuses(self, call: Call) -> str | None:
+        return None
+
+    def __call__(self, call: Call) -> Result:
+        weights, lse = softmax(scores(call))
+        if call.dropout > 0:
+            weights = weights * kept(call) / (1 - call.dropout)
+        values = to_heads(call.v, call.q.shape[-3]).to(weights.dtype)
+        return (weights @ values).to(call.v.dtype), lse
+
+
+def scores(
+    call: Call, queries: Int[Tensor, " rows"] | None = None, heads: Int[Tensor, " some"] | None = None
+) -> Float[Tensor, "... heads queries keys"]:
+    """The scores in at least fp32, -inf where attention may not go; of all queries and heads, or of those chosen."""
+    _, number, rows, keys = call.sizes
+    device = call.q.device
+    head = torch.arange(number, device=device) if heads is None else heads
+    row = torch.arange(rows, device=device) if queries is None else queries
+    q = _chosen(_chosen(call.q, -3, heads), -2, queries)
+    k = to_heads(call.k, number) if heads is None else call.k.index_select(-3, heads // (number // call.k.shape[-3]))
+    wide = torch.promote_types(q.dtype, torch.float32)
+    s: Tensor = call.score(q.to(wide), k.to(wide))
+    key, position = torch.arange(keys, device=device), row[:, None] + (keys - rows)
+    if call.table is not None:
+        s = s + _chosen(call.table, -2, heads).to(wide)[..., key - position + (keys - 1)]
+    if call.bias is not None:
+        s = s + _chosen(_chosen(call.bias, -3, heads), -2, queries).to(wide)
+    return s.masked_fill(~call.over.allows(head[:, None, None], position, key), -torch.inf)
+
+
+def _chosen(x: Tensor, axis: int, index: Tensor | None) -> Tensor:
+    """`x` at `index`, unless it is the same for all."""
+    if index is None or x.dim() < -axis or x.shape[axis] == 1:
+        return x
+    return x.index_select(axis, index)
+
+
+def weights(
+    call: Call, queries: Int[Tensor, " rows"] | None = None, heads: Int[Tensor, " some"] | None = None
+) -> Float[Tensor, "... heads queries keys"]:
+    """The weights that the values are summed with, before dropout; of all queries and heads, or of those chosen."""
+    p, lse = softmax(scores(call, queries, heads))
+    if call.sink is not None:
+        p = p * through_sink(lse, _chosen(call.sink, -1, heads))
+    return p.to(call.q.dtype)
+
+
+def softmax(s: Float[Tensor, "... keys"]) -> tuple[Float[Tensor, "... keys"], Float[Tensor, "..."]]:
+    """The weights and the log-sum-exp of each row; a row of -inf gives zeros and -inf, and no NaN in its gradient."""
+    if s.shape[-1] == 0:
+        return s, s.new_full(s.shape[:-1], -torch.inf)
+    empty = s.amax(-1) == -torch.inf
+    safe = s.masked_fill(empty[..., None], 0.0)
+    lse = safe.logsumexp(-1)
+    weights = (safe - lse[..., None]).exp().masked_fill(empty[..., None], 0.0)
+    return weights, lse.masked_fill(empty, -torch.inf)
+
+
+def kept(call: Call) -> Tensor:
+    """Which pairs dropout leaves, for every head of every row of the batch."""
+    assert call.seed is not None
+    batch, heads, queries, keys = call.sizes
+    device = call.q.device
+    number = torch.arange(call.q.shape[:-2].numel(), device=device).reshape(*batch, heads, 1, 1)
+    return keeps(
+        call.seed,
+        number,
+        torch.arange(queries, device=device)[:, None],
+        torch.arange(keys, device=device),
+        call.dropout,
+    )
+
+
+def through_sink(
+    lse: Float[Tensor, "... heads queries"], sink: Float[Tensor, "... heads"]
+) -> Float[Tensor, "... heads queries 1"]:
+    """The share of attention that does not go to the sink: e^lse / (e^lse + e^sink)."""
+    return torch.sigmoid(lse - sink.to(lse.dtype)[..., :, None])[..., None]

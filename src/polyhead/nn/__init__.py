@@ -1,0 +1,6 @@
+"""Layers."""
+
+from polyhead.nn.attention import MultiHeadAttention
+from polyhead.nn.cache import KeyValueCache
+
+__all__ = ["KeyValueCache", "MultiHeadAttention"]

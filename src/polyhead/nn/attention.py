@@ -1,0 +1,311 @@
+"""The layer: projections, attention, and how heads become features."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from polyhead.attend import Explanation, explained, prepare, run
+from polyhead.heads import Heads, Origin
+from polyhead.kernels.call import Call, under_transform
+from polyhead.kernels.rows import Live
+from polyhead.neighbourhood import Neighbourhood, neighbourhood
+from polyhead.nn.cache import KeyValueCache
+from polyhead.position import Position
+from polyhead.score import Dot, Score
+
+Combine = Literal["project", "concat", "mean"]
+# Of a batch that is fuller than this, all rows are projected: leaving few out costs more than it saves.
+_FULL = 0.9
+
+
+class MultiHeadAttention(nn.Module):
+    """Multi-head attention: output = combine(attend(W_Q query, W_K key, W_V value)).
+
+    The names are those of Vaswani 2017; W_Q … W_O are the modules `q_proj`, `k_proj`, `v_proj`, `o_proj`. Weights start
+    Xavier-uniform, biases at zero.
+
+    Args:
+        d_model: features of the query, and of key, value and output unless given.
+        num_heads: heads of the queries.
+        kv_heads: heads of keys and values, shared by consecutive query heads (1: multi-query).
+        head_dim: features a head scores with; d_model / num_heads unless given.
+        value_dim: features a head sums; head_dim unless given.
+        d_key, d_value: features of key and value inputs.
+        d_out: features of the output, with `combine="project"`.
+        score: how strongly a query attends to a key.
+        position: where keys stand: `Rotary()`, `ALiBi(num_heads)`, `RelativeBias(num_heads)`.
+        sink: the logit of one more key of value zero: a number, or `"learned"` for one learned number a head.
+        combine: `"project"` joins the heads and maps them with W_O; `"concat"` joins them; `"mean"` averages them.
+        qk_norm: RMS-normalise each head's queries and keys, with learned gains.
+        bias: whether the projections have biases.
+        dropout: the share of pairs that is dropped in training.
+    """
+
+    sink: Tensor | None
+    gate: Tensor | None
+    """Optional: set to one number a head, a tensor or an `nn.Parameter`, that multiplies the head's output."""
+
+    def __init__(
+        self,
+        d_model: int,
+        num_heads: int,
+        *,
+        kv_heads: int | None = None,
+        head_dim: int | None = None,
+        value_dim: int | None = None,
+        d_key: int | None = None,
+        d_value: int | None = None,
+        d_out: int | None = None,
+        score: Score | Literal["dot"] = "dot",
+        position: Position | None = None,
+        sink: float | Literal["learned"] | None = None,
+        combine: Combine = "project",
+        qk_norm: bool = False,
+        bias: bool = True,
+        dropout: float = 0.0,
+    ) -> None:
+        super().__init__()
+        _check_sizes(locals())
+        self.d_model, self.num_heads = d_model, num_heads
+        self.kv_heads = self.value_heads = kv_heads or num_heads
+        self.head_dim = head_dim or d_model // num_heads
+        self.value_dim = value_dim or self.head_dim
+        self.d_key = d_key or d_model
+        self.d_value = d_value or d_key or d_model
+        self.combine, self.dropout = combine, dropout
+        self.score = Dot() if score == "dot" else score
+        self.position = position
+        if position is not None:
+            position.check(num_heads, self.head_dim)
+        self.q_proj = nn.Linear(d_model, num_heads * self.head_dim, bias)
+        self.k_proj = nn.Linear(self.d_key, self.kv_heads * self.head_dim, bias)
+        self.v_proj: nn.Module = nn.Linear(self.d_value, self.kv_heads * self.value_dim, bias)
+        self.o_proj = nn.Linear(num_heads * self.value_dim, d_out or d_model, bias) if combine == "project" else None
+        self.q_norm = nn.RMSNorm(self.head_dim) if qk_norm else None
+        self.k_norm = nn.RMSNorm(self.head_dim) if qk_norm else None
+        if sink == "learned":
+            self.sink = nn.Parameter(torch.zeros(num_heads))
+        else:
+            self.register_buffer(
+                "sink", None if sink is None else torch.full((num_heads,), float(sink)), persistent=False
+            )
+        self.register_buffer("gate", None)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the projections' weights anew."""
+        for linear in (self.q_proj, self.k_proj, self.v_proj, self.o_proj):
+            if isinstance(linear, nn.Linear):
+                nn.init.xavier_uniform_(linear.weight)
+                if linear.bias is not None:
+                    nn.init.zeros_(linear.bias)
+
+    def forward(
+        self,
+        query: Float[Tensor, "... queries d_model"],
+        key: Float[Tensor, "... keys d_key"] | None = None,
+        value: Float[Tensor, "... keys d_value"] | None = None,
+        over: Neighbourhood | Tensor | None = None,
+        *,
+        bias: Float[Tensor, "... #heads #queries #keys"] | None = None,
+        cache: KeyValueCache | None = None,
+        **torch_words: Any,
+    ) -> tuple[Float[Tensor, "... queries d_out"], Heads]:
+        """The output, and a view on what the heads did.
+
+        Args:
+            query: who attends. With nothing else, everything attends to itself.
+            key, value: what is attended to; `value` is `key` unless given, and `key` is `query`.
+            over: who may attend to whom; a bool tensor is a mask, True = may attend.
+            bias: numbers added to the scores.
+            cache: keys and values of earlier calls, to which this call's are appended.
+
+        Raises:
+            ValueError: where shapes do not fit, with the argument's name and the rule.
+        """
+        if torch_words:
+            raise _untranslated(torch_words)
+        call, live = self._call(query, key, value, over, bias, cache)
+        out = run(call)
+        if self.gate is not None:
+            out = out * self.gate[:, None, None].to(out.dtype)
+        join = None if self.o_proj is None else self.o_proj.weight
+        return self._combine(out, live), Heads(call, Origin(out, join, self.gate), cache)
+
+    def explain(
+        self,
+        query: Float[Tensor, "... queries d_model"],
+        key: Float[Tensor, "... keys d_key"] | None = None,
+        value: Float[Tensor, "... keys d_value"] | None = None,
+        over: Neighbourhood | Tensor | None = None,
+        *,
+        bias: Float[Tensor, "... #heads #queries #keys"] | None = None,
+    ) -> Explanation:
+        """Which kernel a call with these arguments takes, and why the faster ones refuse."""
+        return explained(self._call(query, key, value, over, bias, None)[0])
+
+    def _call(
+        self, query: Tensor, key: Tensor | None, value: Tensor | None, over: Neighbourhood | Tensor | None,
+        bias: Tensor | None, cache: KeyValueCache | None,
+    ) -> tuple[Call, Live | None]:  # fmt: skip
+        """Project, place and remember: everything before the attention."""
+        to_itself = key is None or key is query
+        key = query if key is None else key
+        value = key if value is None else value
+        self._check_inputs(query, key, value)
+        within = neighbourhood(over).within(to_itself)
+        live = _live(within, query) if to_itself and value is key and cache is None else None
+        if live is not None:
+            rows = live.gather(query)
+            q, k, v = live.spread(self.q_proj(rows)), live.spread(self.k_proj(rows)), live.spread(self.v_proj(rows))
+        else:
+            q, k, v = self.q_proj(query), self.k_proj(key), self.v_proj(value)
+        q, k, v = _split(q, self.num_heads), _split(k, self.kv_heads), _split(v, self.value_heads)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        filled = 0 if cache is None else cache.length
+        if self.position is not None:
+            q = self.position.rotate(q, filled if cache is not None else k.shape[-2] - q.shape[-2])
+            k = self.position.rotate(k, filled)
+        if cache is not None:
+            cache.append(k, v)
+            k, v = cache.k, cache.v
+        dropout = self.dropout if self.training else 0.0
+        call = prepare(q, k, v, within, self.score, self.position, bias, self.sink, dropout, None, rotated=True)
+        return call, live
+
+    def _combine(self, out: Float[Tensor, "... heads queries value_dim"], live: Live | None) -> Tensor:
+        if self.combine == "mean":
+            return out.mean(-3)
+        # (..., queries, heads · value_dim)
+        joined = out.transpose(-3, -2).flatten(-2)
+        if self.o_proj is None:
+            return joined
+        if live is not None:
+            return live.spread(self.o_proj(live.gather(joined)))
+        projected: Tensor = self.o_proj(joined)
+        return projected
+
+    def cache(self, batch: int | tuple[int, ...] | None = None, length: int = 0) -> KeyValueCache:
+        """Room for `length` keys and values of a batch; None for input without a batch axis."""
+        lead = () if batch is None else (batch,) if isinstance(batch, int) else tuple(batch)
+        if length < 1 or any(n < 1 for n in lead):
+            raise ValueError(f"batch, length: they are {batch} and {length}; both must be 1 or more")
+        like = self.k_proj.weight
+        k = like.new_empty(*lead, self.kv_heads, length, self.head_dim, requires_grad=False)
+        v = like.new_empty(*lead, self.value_heads, length, self.value_dim, requires_grad=False)
+        return KeyValueCache(k, v)
+
+    def _check_inputs(self, query: Tensor, key: Tensor, value: Tensor) -> None:
+        for name, x, features in (
+            ("query", query, self.d_model),
+            ("key", key, self.d_key),
+            ("value", value, self.d_value),
+        ):
+            shape = x.shape
+            if len(shape) < 2 or shape[-1] != features:
+                raise ValueError(f"{name}: its shape is {tuple(shape)}; it must be (..., items, {features})")
+            if shape[:-2] != query.shape[:-2]:
+                raise ValueError(
+                    f"{name}: its batch is {tuple(shape[:-2])}, but the query's is {tuple(query.shape[:-2])}"
+                )
+        if value.shape[-2] != key.shape[-2]:
+            raise ValueError(f"value: it has {value.shape[-2]} items, but key has {key.shape[-2]}")
+
+    def prune(self, heads: Sequence[int]) -> None:
+        """Remove heads for good. `state_dict` remembers, and loads into a layer that was never pruned.
+
+        Prune before an optimizer is made: the projections get new, smaller parameters.
+        """
+        from polyhead.nn.surgery import prune
+
+        prune(self, heads)
+
+    def merged(self) -> MultiHeadAttention:
+        """The same function without W_V: attention is linear in its values, so W_V is folded into W_O.
+
+        Every head sums the inputs themselves. Fewer maps, but wider heads: for understanding, not for speed.
+        """
+        from polyhead.nn.surgery import merged
+
+        return merged(self)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        from polyhead.nn.surgery import before_loading
+
+        before_loading(self, state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def extra_repr(self) -> str:
+        grouped = "" if self.kv_heads == self.num_heads else f", kv_heads={self.kv_heads}"
+        return f"{self.d_model}, num_heads={self.num_heads}{grouped}, head_dim={self.head_dim}, combine={self.combine!r}, dropout={self.dropout}"
+
+
+def _split(x: Float[Tensor, "... items heads_dim"], heads: int) -> Float[Tensor, "... heads items dim"]:
+    return x.view(*x.shape[:-1], heads, x.shape[-1] // heads).transpose(-3, -2)
+
+
+def _live(over: Neighbourhood, query: Tensor) -> Live | None:
+    """Which rows of a padded batch to project; None for all."""
+    if torch.compiler.is_compiling() or under_transform():
+        return None
+    real = over.real_queries(query.shape[:-1])
+    if real is None or not real.numel() or real.sum() > _FULL * real.numel():
+        return None
+    return Live(real)
+
+
+def _check_sizes(given: dict[str, Any]) -> None:
+    d_model, num_heads, kv_heads = given["d_model"], given["num_heads"], given["kv_heads"]
+    for name in ("d_model", "num_heads", "kv_heads", "head_dim", "value_dim", "d_key", "d_value", "d_out"):
+        size = given[name]
+        if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
+            raise ValueError(f"{name}: it is {size!r}; it must be a whole number, 1 or more")
+    if given["head_dim"] is None and d_model % num_heads:
+        raise ValueError(
+            f"num_heads: {num_heads} does not divide d_model {d_model}; "
+            f"pass head_dim={d_model // num_heads or 1} (any head_dim will do), or another num_heads"
+        )
+    if kv_heads is not None and num_heads % kv_heads:
+        raise ValueError(
+            f"kv_heads: {kv_heads} does not divide num_heads {num_heads}; heads share keys and values in groups of one size"
+        )
+    if given["combine"] not in ("project", "concat", "mean"):
+        raise ValueError(f"combine: it is {given['combine']!r}; it must be 'project', 'concat' or 'mean'")
+    if given["d_out"] is not None and given["combine"] != "project":
+        raise ValueError(
+            f"d_out: it is {given['d_out']}, but combine={given['combine']!r} maps nothing; its width follows from the heads"
+        )
+    if not 0 <= given["dropout"] < 1:
+        raise ValueError(f"dropout: it is {given['dropout']}; it must be at least 0 and less than 1")
+    if given["score"] != "dot" and not isinstance(given["score"], Score):
+        raise ValueError(f"score: it is {given['score']!r}; it must be 'dot' or a Score")
+    sink = given["sink"]
+    if sink is not None and sink != "learned" and (isinstance(sink, (str, bool)) or not isinstance(sink, (int, float))):
+        raise ValueError(f"sink: it is {sink!r}; it must be a number or 'learned'")
+
+
+_TRANSLATIONS = {
+    "key_padding_mask": "over=Padding(~key_padding_mask), True = a real key",
+    "attn_mask": "over=~attn_mask for a bool mask (here True = may attend), bias=attn_mask for numbers to add",
+    "is_causal": "over=Causal()",
+    "need_weights": "nothing: heads is always handed back, and costs nothing until heads.weights is asked for",
+    "average_attn_weights": "heads.weights.mean(-3)",
+}
+
+
+def _untranslated(words: dict[str, Any]) -> Exception:
+    unknown = [word for word in words if word not in _TRANSLATIONS]
+    if unknown:
+        return TypeError(
+            f"MultiHeadAttention takes no argument {unknown[0]!r}; it takes query, key, value, over, bias and cache"
+        )
+    lines = "\n".join(f"  {word}= becomes {_TRANSLATIONS[word]}" for word in words)
+    return ValueError(
+        f"these are torch.nn.MultiheadAttention's words:\n{lines}\nFor a drop-in that takes them, use polyhead.interop.torch.MultiheadAttention"
+    )

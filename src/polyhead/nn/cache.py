@@ -1,0 +1,63 @@
+"""The key-value cache: room for the keys and values of a sequence that grows step by step."""
+
+from __future__ import annotations
+
+from jaxtyping import Float
+from torch import Tensor
+
+
+class KeyValueCache:
+    """Preallocated keys and values (..., heads, capacity, dim), of which the first `length` are filled.
+
+    Made by `MultiHeadAttention.cache(batch, length)`; written in place, never copied or moved.
+    """
+
+    def __init__(
+        self, k: Float[Tensor, "... heads capacity dim"], v: Float[Tensor, "... heads capacity value_dim"]
+    ) -> None:
+        self._k, self._v = k, v
+        self.length = 0
+        # counts the times that filled places were given up, after which an older view is stale
+        self.generation = 0
+
+    @property
+    def capacity(self) -> int:
+        return self._k.shape[-2]
+
+    @property
+    def k(self) -> Float[Tensor, "... heads filled dim"]:
+        return self._k.narrow(-2, 0, self.length)
+
+    @property
+    def v(self) -> Float[Tensor, "... heads filled value_dim"]:
+        return self._v.narrow(-2, 0, self.length)
+
+    def append(self, k: Float[Tensor, "... heads new dim"], v: Float[Tensor, "... heads new value_dim"]) -> None:
+        """Write new keys and values behind the filled ones."""
+        new = k.shape[-2]
+        if self.length + new > self.capacity:
+            raise ValueError(
+                f"cache: it is full: {self.length} of {self.capacity} places are filled and {new} more do not fit; "
+                "make it longer with mha.cache(batch, length), or go back with cache.truncate(length)"
+            )
+        if k.shape[:-2] != self._k.shape[:-2]:
+            raise ValueError(
+                f"cache: it was made for (..., heads) = {tuple(self._k.shape[:-2])}, but the input gives {tuple(k.shape[:-2])}"
+            )
+        if k.requires_grad or v.requires_grad:
+            raise ValueError(
+                "cache: it is written in place and keeps no gradients; call the layer under torch.no_grad()"
+            )
+        self._k.narrow(-2, self.length, new).copy_(k)
+        self._v.narrow(-2, self.length, new).copy_(v)
+        self.length += new
+
+    def truncate(self, length: int) -> None:
+        """Forget all but the first `length` keys and values."""
+        if not 0 <= length <= self.length:
+            raise ValueError(f"length: it is {length}; {self.length} places are filled")
+        self.generation += length < self.length
+        self.length = length
+
+    def __repr__(self) -> str:
+        return f"KeyValueCache(length={self.length}, capacity={self.capacity})"

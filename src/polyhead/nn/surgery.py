@@ -1,0 +1,132 @@
+"""Changes to a built layer: heads removed for good, W_V folded into W_O."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from polyhead.nn.attention import MultiHeadAttention
+
+KEPT = "kept_heads"
+
+
+def prune(layer: MultiHeadAttention, heads: Sequence[int]) -> None:
+    """Remove these heads of a layer, numbered as they are now."""
+    number = layer.num_heads
+    gone = sorted({int(head) for head in heads})
+    if any(not 0 <= head < number for head in gone):
+        raise ValueError(f"heads: {list(heads)} has a number that is no head; they are 0 to {number - 1}")
+    if len(gone) == number:
+        raise ValueError(f"heads: {gone} are all {number} heads; at least one must stay")
+    if not gone:
+        return
+    kept = torch.tensor([head for head in range(number) if head not in gone])
+    if layer.kv_heads == number:
+        kept_kv = kept
+    else:
+        kept_kv = _whole_groups(gone, number, layer.kv_heads)
+    before = getattr(layer, KEPT, None)
+    _keep_rows(layer.q_proj, _places(kept, layer.head_dim))
+    _keep_rows(layer.k_proj, _places(kept_kv, layer.head_dim))
+    if isinstance(layer.v_proj, nn.Linear):
+        _keep_rows(layer.v_proj, _places(kept_kv, layer.value_dim))
+        layer.value_heads = len(kept_kv)
+    if layer.o_proj is not None:
+        _keep_columns(layer.o_proj, _places(kept, layer.value_dim))
+    for name in ("sink", "gate"):
+        one_a_head: Tensor | None = getattr(layer, name)
+        if one_a_head is not None:
+            setattr(layer, name, _like(one_a_head, one_a_head[kept.to(one_a_head.device)]))
+    if layer.position is not None:
+        layer.position.keep_heads(kept)
+    layer.num_heads, layer.kv_heads = len(kept), len(kept_kv)
+    layer.register_buffer(KEPT, kept if before is None else before[kept])
+
+
+def _whole_groups(gone: list[int], heads: int, kv_heads: int) -> Int[Tensor, " kept"]:
+    """The key-value heads that stay, when every group of query heads goes whole or stays whole."""
+    size = heads // kv_heads
+    groups = [range(g * size, (g + 1) * size) for g in range(kv_heads)]
+    for group in groups:
+        lost = [head for head in group if head in gone]
+        if lost and len(lost) < size:
+            raise ValueError(
+                f"heads: {gone} breaks up the group {list(group)}, which shares one key-value head; prune whole groups of {size}"
+            )
+    return torch.tensor([g for g, group in enumerate(groups) if group[0] not in gone])
+
+
+def _places(heads: Int[Tensor, " kept"], dim: int) -> Int[Tensor, " places"]:
+    """The features of these heads among the features of all."""
+    return (heads[:, None] * dim + torch.arange(dim)).flatten()
+
+
+def _like(old: Tensor, new: Tensor) -> Tensor:
+    new = new.detach().clone()
+    return nn.Parameter(new, requires_grad=old.requires_grad) if isinstance(old, nn.Parameter) else new
+
+
+def _keep_rows(linear: nn.Linear, rows: Int[Tensor, " rows"]) -> None:
+    rows = rows.to(linear.weight.device)
+    linear.weight = nn.Parameter(linear.weight.detach()[rows].clone(), linear.weight.requires_grad)
+    if linear.bias is not None:
+        linear.bias = nn.Parameter(linear.bias.detach()[rows].clone(), linear.bias.requires_grad)
+    linear.out_features = len(rows)
+
+
+def _keep_columns(linear: nn.Linear, columns: Int[Tensor, " columns"]) -> None:
+    columns = columns.to(linear.weight.device)
+    linear.weight = nn.Parameter(linear.weight.detach()[:, columns].clone(), linear.weight.requires_grad)
+    linear.in_features = len(columns)
+
+
+def before_loading(layer: MultiHeadAttention, state_dict: dict[str, Any], prefix: str) -> None:
+    """Make room in a fresh layer for what a `state_dict` says: heads that are gone, a gate that was set."""
+    kept = state_dict.get(prefix + KEPT)
+    own: Tensor | None = getattr(layer, KEPT, None)
+    if kept is not None and own is None:
+        prune(layer, [head for head in range(layer.num_heads) if head not in kept.tolist()])
+    gate = state_dict.get(prefix + "gate")
+    if gate is not None and layer.gate is None:
+        layer.gate = torch.ones_like(gate, device=layer.k_proj.weight.device)
+
+
+class _WithOne(nn.Module):
+    """x with one more feature, of value 1: what a folded bias is multiplied with."""
+
+    def __init__(self, features: int) -> None:
+        super().__init__()
+        self.features = features
+
+    def forward(self, x: Float[Tensor, "... features"]) -> Float[Tensor, "... features+1"]:
+        return F.pad(x, (0, 1), value=1.0)
+
+    def extra_repr(self) -> str:
+        return str(self.features)
+
+
+def merged(layer: MultiHeadAttention) -> MultiHeadAttention:
+    """A layer that equals this one and has no W_V."""
+    if layer.o_proj is None:
+        raise ValueError(f"merged(): combine={layer.combine!r} has no W_O to fold W_V into; it needs combine='project'")
+    if not isinstance(layer.v_proj, nn.Linear):
+        raise ValueError("merged(): W_V is folded already")
+    heads, dim, group = layer.num_heads, layer.value_dim, layer.num_heads // layer.value_heads
+    w_v, b_v, w_o = layer.v_proj.weight, layer.v_proj.bias, layer.o_proj.weight
+    maps = w_v if b_v is None else torch.cat((w_v, b_v[:, None]), 1)
+    # (heads, value_dim, d_value): a head's own rows of W_V
+    by_head = maps.unflatten(0, (layer.value_heads, dim)).repeat_interleave(group, 0)
+    folded = torch.einsum("ohd,hdv->ohv", w_o.unflatten(1, (heads, dim)), by_head).flatten(1).detach()
+    new = copy.deepcopy(layer)
+    new.value_heads, new.value_dim = 1, maps.shape[1]
+    new.v_proj = nn.Identity() if b_v is None else _WithOne(layer.d_value)
+    assert new.o_proj is not None
+    new.o_proj.weight, new.o_proj.in_features = nn.Parameter(folded), folded.shape[1]
+    return new

@@ -1,0 +1,124 @@
+"""The whole definition again in plain NumPy: matrices only, for reading, and as an oracle for the tests.
+
+Nothing here is fast and nothing is batched: one sequence, one matrix a step. Queries, keys and values are the rows of
+Q, K and V.
+
+    head_i    = Attention(X W_Qⁱ, Y W_Kⁱ, Y W_Vⁱ)
+    Attention = softmax(scale · Q Kᵀ + bias) V
+    MultiHead = Concat(head_1, …, head_h) W_O,   or Concat(…),   or the mean of the heads
+
+The weight matrices are written as in the papers, features in rows: X W. (`torch.nn.Linear` keeps their transposes.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from jaxtyping import Bool, Float
+
+Array = npt.NDArray[Any]
+
+
+class Head(NamedTuple):
+    """The projections of one head."""
+
+    W_Q: Float[Array, "d_model d_k"]
+    W_K: Float[Array, "d_key d_k"]
+    W_V: Float[Array, "d_value d_v"]
+
+
+def softmax(
+    S: Float[Array, "queries keys"], allowed: Bool[Array, "queries keys"] | None = None, sink: float | None = None
+) -> Float[Array, "queries keys"]:
+    """e^s / Σ e^s along each row, over the allowed entries; a row without any is zero.
+
+    A sink is one more entry of every row that takes its share and is then left out.
+    """
+    S = np.where(True if allowed is None else allowed, S, -np.inf)
+    if sink is not None:
+        S = np.concatenate([S, np.full((len(S), 1), sink, S.dtype)], axis=1)
+    top = S.max(axis=1, keepdims=True, initial=-np.inf)
+    E = np.exp(S - np.where(np.isfinite(top), top, 0))
+    total = E.sum(axis=1, keepdims=True)
+    P = np.divide(E, total, out=np.zeros_like(E), where=total > 0)
+    return P if sink is None else P[:, :-1]
+
+
+def weights(
+    Q: Float[Array, "queries d_k"],
+    K: Float[Array, "keys d_k"],
+    *,
+    allowed: Bool[Array, "queries keys"] | None = None,
+    scale: float | None = None,
+    bias: Float[Array, "queries keys"] | None = None,
+    sink: float | None = None,
+) -> Float[Array, "queries keys"]:
+    """P = softmax(scale · Q Kᵀ + bias): who attends to whom. The scale is 1/√d_k unless given."""
+    S = Q @ K.T * (Q.shape[1] ** -0.5 if scale is None else scale)
+    return softmax(S if bias is None else S + bias, allowed, sink)
+
+
+def attention(
+    Q: Float[Array, "queries d_k"],
+    K: Float[Array, "keys d_k"],
+    V: Float[Array, "keys d_v"],
+    *,
+    allowed: Bool[Array, "queries keys"] | None = None,
+    scale: float | None = None,
+    bias: Float[Array, "queries keys"] | None = None,
+    sink: float | None = None,
+) -> Float[Array, "queries d_v"]:
+    """P V: each query's mean of the values, by its weights. With `scale=1` the basic operator softmax(Q Kᵀ) V."""
+    return weights(Q, K, allowed=allowed, scale=scale, bias=bias, sink=sink) @ V
+
+
+def multi_head(
+    X: Float[Array, "queries d_model"],
+    Y: Float[Array, "keys d_key"],
+    heads: Sequence[Head],
+    *,
+    combine: str = "project",
+    W_O: Float[Array, "heads_d_v d_out"] | None = None,
+    allowed: Bool[Array, "queries keys"] | None = None,
+    scale: float | None = None,
+) -> Float[Array, "queries d_out"]:
+    """Attention by every head, from X to Y (self-attention: X = Y), and the heads combined in one of three ways."""
+    outputs = [attention(X @ W_Q, Y @ W_K, Y @ W_V, allowed=allowed, scale=scale) for W_Q, W_K, W_V in heads]
+    if combine == "mean":
+        return np.mean(outputs, axis=0)
+    joined = np.concatenate(outputs, axis=1)
+    if combine == "concat":
+        return joined
+    if combine != "project" or W_O is None:
+        raise ValueError(f"combine: it is {combine!r}; it must be 'project' (with W_O), 'concat' or 'mean'")
+    return joined @ W_O
+
+
+def causal(queries: int, keys: int) -> Bool[Array, "queries keys"]:
+    """Nobody looks ahead; the last query stands at the last key."""
+    return np.arange(keys) <= np.arange(queries)[:, None] + (keys - queries)
+
+
+def window(queries: int, keys: int, left: int, right: int) -> Bool[Array, "queries keys"]:
+    """From `left` keys before the query to `right` after it."""
+    distance = np.arange(keys) - (np.arange(queries)[:, None] + (keys - queries))
+    return (-left <= distance) & (distance <= right)
+
+
+def rotary(
+    X: Float[Array, "items dim"], start: int = 0, base: float = 10_000.0, interleaved: bool = False
+) -> Float[Array, "items dim"]:
+    """Each pair of features turned by position x base^(−2i/dim); item 0 stands at `start`."""
+    dim = X.shape[1]
+    angle = np.arange(start, start + len(X))[:, None] * base ** (-np.arange(0, dim, 2) / dim)
+    a, b = (X[:, 0::2], X[:, 1::2]) if interleaved else (X[:, : dim // 2], X[:, dim // 2 :])
+    turned = np.stack([a * np.cos(angle) - b * np.sin(angle), b * np.cos(angle) + a * np.sin(angle)])
+    return turned.transpose(1, 2, 0).reshape(len(X), dim) if interleaved else np.concatenate([*turned], axis=1)
+
+
+def alibi(queries: int, keys: int, slope: float) -> Float[Array, "queries keys"]:
+    """−slope · |distance|: what ALiBi adds to the scores of a head."""
+    return -slope * np.abs(np.arange(keys) - (np.arange(queries)[:, None] + (keys - queries)))
