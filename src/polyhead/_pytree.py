@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Any
 
-from torch import Tensor
 from torch.utils import _pytree as pytree
 
-Kind = TypeVar("Kind", bound=type)
 
+def register(kind: type, *tensors: str) -> None:
+    """Let `vmap`, `export` and `compile` see through `kind`: the attributes named are its children, where they are not None."""
 
-def register(kind: Kind) -> Kind:
-    """Let `vmap`, `export` and `compile` see through `kind`: attributes that are or hold tensors are its children."""
-
-    def split(value: Any) -> tuple[dict[str, Any], tuple[Any, ...]]:
-        children = {name: item for name, item in vars(value).items() if _holds_tensors(item)}
-        static = tuple((name, item) for name, item in vars(value).items() if name not in children)
-        return children, (tuple(children), static)
+    def split(value: Any) -> tuple[dict[str, Any], Any]:
+        fields = vars(value)
+        children = {name: fields[name] for name in tensors if fields[name] is not None}
+        return children, (tuple(children), tuple((name, item) for name, item in fields.items() if name not in children))
 
     def flatten(value: Any) -> tuple[list[Any], Any]:
         children, context = split(value)
@@ -40,10 +37,3 @@ def register(kind: Kind) -> Kind:
         serialized_type_name=f"{kind.__module__}.{kind.__qualname__}",
         flatten_with_keys_fn=flatten_with_keys,
     )
-    return kind
-
-
-def _holds_tensors(item: object) -> bool:
-    if isinstance(item, tuple):
-        return any(_holds_tensors(part) for part in item)
-    return isinstance(item, Tensor) or (type(item) in pytree.SUPPORTED_NODES and not isinstance(item, (list, dict)))

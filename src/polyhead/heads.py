@@ -197,7 +197,8 @@ class Heads:
 
     def _fresh(self) -> Part:
         """The part, after making sure that nothing it points to has changed since the call."""
-        if self._seen is not None and self._seen != (now := _versions(self._part.call, self._origin, self._cache)):
+        now = None if self._seen is None else _versions(self._part.call, self._origin, self._cache)
+        if self._seen is not None and now is not None and self._seen != now:
             names = [name for name, before, after in zip(_WATCHED, self._seen, now, strict=True) if before != after]
             raise RuntimeError(
                 f"this view is stale: {', '.join(names)} changed in place since the attention was computed; "
@@ -351,14 +352,26 @@ def _pick(axis: str, own: Int[Tensor, " own"], index: Index) -> Int[Tensor, " so
 _WATCHED = ("q", "k", "v", "position table", "bias", "sink", "outputs", "W_O", "gate", "cache")
 
 
-def _versions(call: Call, origin: Origin, cache: Any) -> tuple[int | None, ...]:
+def _versions(call: Call, origin: Origin, cache: Any) -> tuple[int | None, ...] | None:
     """A count of in-place changes of each tensor that a view points to. A cache only appends, and counts by itself."""
-    tensors = (call.q, None if cache else call.k, None if cache else call.v, call.table, call.bias, call.sink, *origin)
-    return (*(_version(x) for x in tensors), cache.generation if cache else None)
-
-
-def _version(x: Tensor | None) -> int | None:
-    return None if x is None or x.is_inference() else x._version
+    q, k, v, _, _, table, bias, sink, _, _ = call
+    outputs, join, gate = origin
+    try:
+        return (
+            q._version,
+            None if cache is not None else k._version,
+            None if cache is not None else v._version,
+            None if table is None else table._version,
+            None if bias is None else bias._version,
+            None if sink is None else sink._version,
+            None if outputs is None else outputs._version,
+            None if join is None else join._version,
+            None if gate is None else gate._version,
+            None if cache is None else cache.generation,
+        )
+    except RuntimeError:
+        # tensors made under torch.inference_mode() are not counted
+        return None
 
 
 def _flatten(heads: Heads) -> tuple[list[Any], Any]:

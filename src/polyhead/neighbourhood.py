@@ -403,5 +403,10 @@ def _check_batch(name: str, shape: tuple[int, ...], sizes: Sizes) -> None:
 
 _DENSE = Dense()
 
-for _kind in (Dense, Causal, Window, Padding, Segments, Mask, Both):
-    register(_kind)
+register(Dense)
+register(Causal)
+register(Window)
+register(Padding, "keep", "first", "stop")
+register(Segments, "ids", "query_ids")
+register(Mask, "keep")
+register(Both, "parts")

@@ -34,8 +34,9 @@ def run(arguments: argparse.Namespace) -> None:
     print(f"Heads:  {tuple(heads.shape)}")
     try:
         _write(heads.plot(), arguments.out)
-    except OSError as error:
-        sys.exit(f"polyhead demo: cannot write {arguments.out}: {error.strerror}")
+    except (OSError, ValueError) as error:
+        # a ValueError is matplotlib's, about the kind of file
+        sys.exit(f"polyhead demo: cannot write {arguments.out}: {getattr(error, 'strerror', None) or error}")
     print(f"A heat-map for each head: {arguments.out}")
 
 

@@ -56,8 +56,8 @@ def refuses_fused(call: Call) -> str | None:
 def fused(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Result:
     """Flash attention over all keys, or over those not ahead (as many queries as keys)."""
     width, shape = v.shape[-1], q.shape
-    q, k, v = (strided(x) for x in even(q, k, v))
-    if q.device.type == "cpu":
+    q, k, v = even(q, k, v)
+    if q.is_cpu:
         out, lse = _flash(flat(q), flat(k), flat(v), 0.0, causal, scale=scale)
     else:
         out = F.scaled_dot_product_attention(flat(q), flat(k), flat(v), is_causal=causal, scale=scale, enable_gqa=True)
@@ -69,7 +69,7 @@ def fused(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Result
 
 
 def even(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The three with features of one width (zeros change no product) and keys and values with as many heads."""
+    """The three as the fused kernel wants them: one width (zeros change no product), as many keys' heads as values'."""
     dim, width = q.shape[-1], v.shape[-1]
     if dim < width:
         q, k = F.pad(q, (0, width - dim)), F.pad(k, (0, width - dim))
@@ -78,7 +78,7 @@ def even(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     if k.shape[-3] != v.shape[-3]:
         heads = max(k.shape[-3], v.shape[-3])
         k, v = to_heads(k, heads), to_heads(v, heads)
-    return q, k, v
+    return strided(q), strided(k), strided(v)
 
 
 def strided(x: Tensor) -> Tensor:

@@ -78,7 +78,12 @@ def _each_query(part: Part, measure: Block[Tensor]) -> Tensor:
 
 def entropy(part: Part) -> Float[Tensor, "... heads queries"]:
     """−Σ p log p of each query's weights, in nats."""
-    return _each_query(part, lambda p, query, key: torch.special.entr(p).sum(-1))
+    return _each_query(part, lambda p, query, key: -(p * _positive(p).log()).sum(-1))
+
+
+def _positive(x: Tensor) -> Tensor:
+    """`x`, no smaller than the smallest normal number: zero has no finite gradient under a root or a logarithm."""
+    return x.clamp(min=torch.finfo(x.dtype).tiny)
 
 
 def distance(part: Part) -> Float[Tensor, "... heads queries"]:
@@ -138,7 +143,7 @@ def diversity(part: Part) -> Float[Tensor, "... heads heads"]:
         live = (p.sum(-1) > 0).to(p.dtype)
         # a sink's share is a key that all heads have
         rest = (1 - p.sum(-1, keepdim=True)).clamp(min=0) if part.call.sink is not None else p[..., :0]
-        root = torch.cat((p, rest), -1).clamp(min=0).sqrt().flatten(-2)
+        root = _positive(torch.cat((p, rest), -1)).sqrt().flatten(-2)
         return root @ root.transpose(-2, -1), live @ live.transpose(-2, -1)
 
     parts = [answer for _, answer in _blocks(part, overlap)]
@@ -159,4 +164,4 @@ def moved_by(
     gram = (join.transpose(-2, -1) @ join).unflatten(-3, (-1, group))
     values = v.unsqueeze(-3)
     squares: Tensor = ((values @ gram) * values).sum(-1)
-    return squares.clamp(min=0).sqrt().flatten(-3, -2)
+    return _positive(squares).sqrt().flatten(-3, -2)

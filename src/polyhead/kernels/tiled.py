@@ -45,7 +45,7 @@ class Tiled:
         bias = None if call.bias is None else _rows(call.bias, batch, 3)
         learned = any(x is not None and x.requires_grad for x in (call.table, call.bias)) and torch.is_grad_enabled()
         plain = learned or call.dropout > 0 or device.type != "cpu" or not 1 / WIDTHS <= width / dim <= WIDTHS
-        q, k, v = (call.q, call.k, call.v) if plain else (strided(x) for x in even(call.q, call.k, call.v))
+        q, k, v = (call.q, call.k, call.v) if plain else even(call.q, call.k, call.v)
         out, lse = torch.ops.polyhead.tiled(
             flat(q),
             flat(k),

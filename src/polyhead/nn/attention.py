@@ -131,11 +131,11 @@ class MultiHeadAttention(nn.Module):
         if torch_words:
             raise _untranslated(torch_words)
         call, live = self._call(query, key, value, over, bias, cache)
-        out = run(call)
-        if self.gate is not None:
-            out = out * self.gate[:, None, None].to(out.dtype)
-        join = None if self.o_proj is None else self.o_proj.weight
-        return self._combine(out, live), Heads(call, Origin(out, join, self.gate), cache)
+        out, gate, o_proj = run(call), self.gate, self.o_proj
+        if gate is not None:
+            out = out * gate[:, None, None].to(out.dtype)
+        join = None if o_proj is None else o_proj.weight
+        return self._combine(out, live), Heads(call, Origin(out, join, gate), cache)
 
     def explain(
         self,
@@ -168,15 +168,16 @@ class MultiHeadAttention(nn.Module):
         q, k, v = _split(q, self.num_heads), _split(k, self.kv_heads), _split(v, self.value_heads)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        filled = 0 if cache is None else cache.length
-        if self.position is not None:
-            q = self.position.rotate(q, filled if cache is not None else k.shape[-2] - q.shape[-2])
-            k = self.position.rotate(k, filled)
+        position = self.position
+        if position is not None:
+            filled = 0 if cache is None else cache.length
+            q = position.rotate(q, filled + k.shape[-2] - q.shape[-2])
+            k = position.rotate(k, filled)
         if cache is not None:
             cache.append(k, v)
             k, v = cache.k, cache.v
         dropout = self.dropout if self.training else 0.0
-        call = prepare(q, k, v, within, self.score, self.position, bias, self.sink, dropout, None, rotated=True)
+        call = prepare(q, k, v, within, self.score, position, bias, self.sink, dropout, None, rotated=True)
         return call, live
 
     def _combine(self, out: Float[Tensor, "... heads queries value_dim"], live: Live | None) -> Tensor:

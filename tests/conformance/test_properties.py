@@ -1,0 +1,97 @@
+"""Combinations that nobody wrote down: drawn at random, every kernel against the reference."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from polyhead import ALiBi, Causal, Dense, Mask, Padding, RelativeBias, Rotary, Segments, Window, attend
+from polyhead.kernels.tiles import plan
+from polyhead.neighbourhood import Neighbourhood, Sizes
+
+
+@st.composite
+def neighbourhoods(draw: st.DrawFn, batch: int, queries: int, keys: int) -> Neighbourhood:
+    """A join of up to three neighbourhoods that fit these sizes."""
+    seed = draw(st.integers(0, 10**6))
+    random = torch.Generator().manual_seed(seed)
+    over: Neighbourhood = Dense()
+    for kind in draw(
+        st.lists(st.sampled_from(["causal", "window", "padding", "keep", "segments", "mask"]), max_size=3)
+    ):
+        if kind == "causal":
+            over = over & Causal()
+        elif kind == "window":
+            over = over & Window(draw(st.integers(0, keys + 2)), draw(st.integers(0, keys + 2)))
+        elif kind == "padding":
+            over = over & Padding(torch.randint(0, keys + 1, (batch,), generator=random), queries=draw(st.booleans()))
+        elif kind == "keep":
+            over = over & Padding(torch.rand(batch, keys, generator=random) > 0.3, queries=draw(st.booleans()))
+        elif kind == "segments":
+            ids = torch.randint(0, 3, (batch, keys), generator=random)
+            ids = ids.sort(-1).values if draw(st.booleans()) else ids
+            own = (
+                torch.randint(0, 4, (batch, queries), generator=random)
+                if queries > keys or draw(st.booleans())
+                else None
+            )
+            over = over & Segments(ids, own)
+        else:
+            over = over & Mask(torch.rand(batch, 1, queries, keys, generator=random) > 0.5)
+    return over
+
+
+sizes = st.tuples(st.integers(1, 3), st.sampled_from([1, 2, 5, 33, 67, 131]), st.sampled_from([1, 3, 34, 70, 133]))
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data(), size=sizes, heads=st.sampled_from([(1, 1), (4, 2), (6, 1), (3, 3)]))
+def test_any_call_equals_the_reference(data: st.DataObject, size, heads):
+    batch, queries, keys = size
+    over = data.draw(neighbourhoods(batch, queries, keys))
+    position = data.draw(
+        st.sampled_from([None, Rotary(), ALiBi(heads[0]), RelativeBias(heads[0], buckets=8, max_distance=30)])
+    )
+    dropout = data.draw(st.sampled_from([0.0, 0.4]))
+    sink = data.draw(st.sampled_from([None, 0.5]))
+    torch.manual_seed(data.draw(st.integers(0, 10**6)))
+    q = torch.randn(batch, heads[0], queries, 8, dtype=torch.float64, requires_grad=True)
+    k = torch.randn(batch, heads[1], keys, 8, dtype=torch.float64, requires_grad=True)
+    v = torch.randn(batch, heads[1], keys, 8, dtype=torch.float64, requires_grad=True)
+    if position is not None:
+        position = position.to(torch.float64)
+    options = {"over": over, "position": position, "sink": sink, "dropout": dropout, "seed": 3}
+    out, wanted = attend(q, k, v, **options), attend(q, k, v, kernel="reference", **options)
+    towards = torch.randn_like(out)
+    got = torch.autograd.grad(out, (q, k, v), towards)
+    expected = torch.autograd.grad(wanted, (q, k, v), towards)
+    for a, b in zip((out, *got), (wanted, *expected), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-9, rtol=1e-9)
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data(), size=sizes)
+def test_intervals_and_tiles_lose_no_pair(data: st.DataObject, size):
+    """What is allowed lies in the interval, the interval in the tiles; an exact interval is the predicate itself."""
+    batch, queries, keys = size
+    over = data.draw(neighbourhoods(batch, queries, keys))
+    allowed = over.mask(Sizes((batch,), 1, queries, keys), torch.device("cpu")).expand(batch, 1, queries, keys)[:, 0]
+    first, stop = over.interval(queries, keys, torch.device("cpu"))
+    first, stop = (x.expand(batch, queries) for x in (first, stop))
+    key = torch.arange(keys)
+    inside = (key >= first[..., None]) & (key < stop[..., None])
+    assert not (allowed & ~inside).any()
+    if over.exact:
+        assert torch.equal(inside, allowed)
+
+    covered = torch.zeros(batch, queries, keys, dtype=torch.int)
+    for tile in plan(first.numpy(), stop.numpy(), batch, block=16, whole=data.draw(st.booleans())):
+        part = (slice(tile.b0, tile.b1), slice(tile.q0, tile.q1), slice(tile.k0, tile.k1))
+        covered[part] += 1
+        if tile.shape == "full":
+            assert inside[part].all()
+        if tile.shape == "causal":
+            assert torch.equal(inside[part], torch.ones_like(inside[part]).tril())
+    assert covered.max() <= 1
+    assert not (inside & (covered == 0)).any()

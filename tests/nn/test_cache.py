@@ -1,0 +1,92 @@
+"""Decoding step by step equals attending to everything at once."""
+
+import pytest
+import torch
+
+from polyhead import ALiBi, Causal, MultiHeadAttention, Padding, RelativeBias, Rotary, Segments, Window
+
+POSITIONS = {"none": lambda: None, "rotary": Rotary, "alibi": lambda: ALiBi(6), "relative": lambda: RelativeBias(6)}
+NEIGHBOURHOODS = {
+    "dense": lambda keys: Causal(),
+    "window": lambda keys: Causal() & Window(3),
+    "left-padding": lambda keys: Causal() & Padding(torch.arange(keys) >= torch.tensor([[2], [0]])),
+    "segments": lambda keys: Causal() & Segments(torch.arange(keys) // 4),
+}
+
+
+@pytest.mark.parametrize("steps", [[1] * 13, [5, 1, 1, 4, 2], [13]], ids=str)
+@pytest.mark.parametrize("position", POSITIONS)
+@pytest.mark.parametrize("over", NEIGHBOURHOODS)
+@pytest.mark.parametrize("kv_heads", [6, 2])
+@torch.no_grad()
+def test_steps_equal_the_whole(steps, position, over, kv_heads):
+    mha = MultiHeadAttention(48, 6, kv_heads=kv_heads, position=POSITIONS[position](), sink=0.1, qk_norm=True).eval()
+    x, over = torch.randn(2, 13, 48), NEIGHBOURHOODS[over]
+    whole, heads = mha(x, over=over(13))
+    cache, outputs, views, at = mha.cache(2, 13), [], [], 0
+    for step in steps:
+        output, view = mha(x[:, at : at + step], over=over(at + step), cache=cache)
+        at += step
+        outputs.append(output)
+        views.append(view)
+    torch.testing.assert_close(torch.cat(outputs, 1), whole)
+    assert cache.length == 13
+    # a view on an early step stays true while the cache grows
+    torch.testing.assert_close(views[0].weights, heads.weights[:, :, : steps[0], : steps[0]])
+
+
+@torch.no_grad()
+def test_the_cache_is_never_copied():
+    mha = MultiHeadAttention(24, 6).eval()
+    cache = mha.cache(1, 50)
+    mha(torch.randn(1, 1, 24), cache=cache)
+    places = cache.k.data_ptr(), cache.v.data_ptr()
+    for _ in range(49):
+        mha(torch.randn(1, 1, 24), cache=cache)
+        assert (cache.k.data_ptr(), cache.v.data_ptr()) == places
+    assert cache.k.shape == (1, 6, 50, 4)
+    assert repr(cache) == "KeyValueCache(length=50, capacity=50)"
+
+
+@torch.no_grad()
+def test_going_back_makes_views_stale():
+    mha = MultiHeadAttention(24, 6).eval()
+    cache, x = mha.cache(2, 8), torch.randn(2, 5, 24)
+    _, heads = mha(x, cache=cache)
+    lasting = heads.detach()
+    cache.truncate(3)
+    output, _ = mha(x[:, 3:4], cache=cache)
+    torch.testing.assert_close(output, mha(x[:, :4], over=Causal())[0][:, 3:])
+    with pytest.raises(RuntimeError, match=r"this view is stale: cache changed in place.*heads.detach\(\)"):
+        _ = heads.weights
+    assert lasting.weights.shape == (2, 6, 5, 5)
+
+
+@torch.no_grad()
+def test_no_batch_and_several_batches():
+    mha = MultiHeadAttention(24, 6).eval()
+    for batch, lead in [(None, ()), (3, (3,)), ((2, 3), (2, 3))]:
+        cache, x = mha.cache(batch, 4), torch.randn(*lead, 4, 24)
+        steps = [mha(x[..., i : i + 1, :], cache=cache)[0] for i in range(4)]
+        torch.testing.assert_close(torch.cat(steps, -2), mha(x, over=Causal())[0])
+
+
+def test_messages():
+    mha = MultiHeadAttention(24, 6).eval()
+    x = torch.randn(2, 5, 24)
+    with pytest.raises(ValueError, match=r"batch, length: they are 2 and 0; both must be 1 or more"):
+        mha.cache(2, 0)
+    cache = mha.cache(2, 8)
+    with pytest.raises(ValueError, match=r"cache: it is written in place and keeps no gradients.*no_grad"):
+        mha(x, cache=cache)
+    with torch.no_grad():
+        mha(x, cache=cache)
+        with pytest.raises(ValueError, match=r"cache: it is full: 5 of 8 places are filled and 5 more do not fit"):
+            mha(x, cache=cache)
+        assert cache.length == 5
+        with pytest.raises(
+            ValueError, match=r"cache: it was made for \(..., heads\) = \(2, 6\), but the input gives \(3, 6\)"
+        ):
+            mha(torch.randn(3, 1, 24), cache=cache)
+        with pytest.raises(ValueError, match=r"length: it is 6; 5 places are filled"):
+            cache.truncate(6)

@@ -1,0 +1,99 @@
+"""Who may attend to whom, in small pictures and in messages."""
+
+import pytest
+import torch
+
+from polyhead import Causal, Dense, Mask, Padding, Segments, Window, attend
+from polyhead.neighbourhood import Sizes
+
+CPU = torch.device("cpu")
+
+
+def picture(over, queries, keys, batch=(), heads=1):
+    sizes = Sizes(batch, heads, queries, keys)
+    over.check(sizes)
+    mask = over.mask(sizes, CPU).expand(*batch, heads, queries, keys)
+    return ["".join(".x"[int(x)] for x in row) for row in mask.reshape(-1, keys)]
+
+
+def test_causal_is_aligned_lower_right():
+    assert picture(Causal(), 3, 5) == ["xxx..", "xxxx.", "xxxxx"]
+    assert picture(Causal(), 4, 2) == ["..", "..", "x.", "xx"]
+
+
+def test_window_includes_self_and_both_sides():
+    assert picture(Window(1), 4, 4) == ["xx..", "xxx.", ".xxx", "..xx"]
+    assert picture(Window(0, 2), 3, 3) == ["xxx", ".xx", "..x"]
+
+
+def test_padding_right_left_and_of_queries():
+    assert picture(Padding(torch.tensor([2])), 2, 3, (1,)) == ["xx.", "xx."]
+    assert picture(Padding([2], queries=True), 3, 3, (1,)) == ["xx.", "xx.", "..."]
+    left = torch.tensor([[False, True, True]])
+    assert picture(Padding(left, queries=True), 3, 3, (1,)) == ["...", ".xx", ".xx"]
+    # the queries of a decoding step are the last keys
+    assert picture(Padding(left, queries=True), 1, 3, (1,)) == [".xx"]
+
+
+def test_segments_within_a_row_and_across():
+    assert picture(Segments(torch.tensor([0, 0, 1])), 3, 3) == ["xx.", "xx.", "..x"]
+    assert picture(Segments(torch.tensor([0, 0, 1]), torch.tensor([1, 7])), 2, 3) == ["..x", "..."]
+
+
+def test_both_is_what_each_allows():
+    over = Causal() & Window(1) & Padding(torch.tensor([3]))
+    assert picture(over, 4, 4, (1,)) == ["x...", "xx..", ".xx.", "..x."]
+    assert repr(Dense() & Causal()) == "Causal()"
+    assert isinstance(Dense() & Dense(), Dense)
+    assert repr(Causal() & Window(2)) == "Causal() & Window(left=2, right=2)"
+    with pytest.raises(TypeError):
+        Causal() & 3
+
+
+def test_masks_may_differ_by_head_and_take_zeros_and_ones():
+    keep = torch.tensor([[[1, 0]], [[0, 1]]])
+    assert picture(Mask(keep), 1, 2, (), 2) == ["x.", ".x"]
+
+
+def call(over, batch=3, heads=4, queries=5, keys=7):
+    q, k = torch.randn(batch, heads, queries, 2), torch.randn(batch, heads, keys, 2)
+    return attend(q, k, k, over=over)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Window(-1), r"Window: left is -1; it must be a whole number of keys, 0 or more"),
+        (lambda: Window(2, -3), r"Window: right is -3"),
+        (lambda: Window(1.5), r"Window: left is 1.5"),
+        (lambda: Padding(torch.tensor([1.0])), r"Padding: got torch.float32; pass integer lengths, or a bool tensor"),
+        (lambda: Padding([-1]), r"Padding: a length is -1; lengths must be 0 or more"),
+        (lambda: call(Padding([1, 8, 2])), r"Padding: a length is 8, but there are only 7 keys"),
+        (lambda: call(Padding([1, 2])), r"Padding: its rows have shape \(2,\), but the batch has \(3,\)"),
+        (lambda: call(Padding(torch.ones(3, 6).bool())), r"Padding: keep covers 6 keys, but there are 7"),
+        (lambda: Segments(torch.rand(3)), r"Segments: ids is torch.float32 of shape \(3,\); it must hold integers"),
+        (lambda: call(Segments(torch.zeros(6).long())), r"Segments: ids covers 6 keys, but there are 7"),
+        (
+            lambda: call(Segments(torch.zeros(7).long(), torch.zeros(4).long())),
+            r"Segments: query_ids covers 4 queries, but there are 5",
+        ),
+        (
+            lambda: call(Segments(torch.zeros(5).long()), queries=7, keys=5),
+            r"Segments: 7 queries are more than the 5 keys; pass their own ids as query_ids",
+        ),
+        (lambda: call(torch.zeros(5, 7)), r"Mask: keep is torch.float32; it must be bool.*pass them as bias="),
+        (lambda: call(torch.full((5, 7), 2)), r"Mask: keep is torch.int64 with values other than 0 and 1"),
+        (lambda: call(torch.ones(7).bool()), r"Mask: keep has shape \(7,\); it must end in \(queries, keys\).*Padding"),
+        (lambda: call(torch.ones(3, 7).bool()), r"reads as \(batch, keys\).*Use Padding\(keep\)"),
+        (lambda: call(torch.ones(3, 5, 7).bool()), r"reads as \(batch, queries, keys\); unsqueeze\(1\)"),
+        (lambda: call(torch.ones(4, 5, 7).bool(), batch=4), r"as many heads as rows.*unsqueeze\(1\).*keep\[None\]"),
+        (
+            lambda: call(torch.ones(5, 6).bool()),
+            r"Mask: keep has shape \(5, 6\); it must broadcast to .* = \(3, 4, 5, 7\)",
+        ),
+        (lambda: call("causal"), r"over: got str; pass a neighbourhood such as Causal\(\)"),
+    ],
+)
+def test_messages(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()

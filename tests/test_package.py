@@ -1,0 +1,97 @@
+"""The package as a whole: its names, its weight, its rooms, its command line."""
+
+import importlib.metadata
+import json
+import os
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import polyhead
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_public_names():
+    assert sorted(polyhead.__all__) == [
+        "ALiBi", "Causal", "Dense", "Dot", "Explanation", "Heads", "KeyValueCache", "Mask", "MultiHeadAttention", "Neighbourhood",
+        "Padding", "Position", "RelativeBias", "Rotary", "Score", "Segments", "Window", "attend", "attention_weights", "explain",
+    ]  # fmt: skip
+    assert all(hasattr(polyhead, name) for name in polyhead.__all__)
+
+
+def test_one_version():
+    assert importlib.metadata.version("polyhead") == polyhead.__version__
+    assert f"## {polyhead.__version__}" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_importing_it_loads_nothing_that_torch_does_not():
+    code = (
+        "import sys, torch, numpy, jaxtyping; before = set(sys.modules); import polyhead;"
+        "print(__import__('json').dumps(sorted({name.split('.')[0] for name in set(sys.modules) - before})))"
+    )
+    new = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert set(json.loads(new)) - sys.stdlib_module_names == {"polyhead"}, new
+
+
+def run(*arguments, cwd):
+    environment = {**os.environ, "MPLBACKEND": "agg"}
+    return subprocess.run(
+        [sys.executable, "-m", "polyhead", *arguments],
+        cwd=cwd,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_the_demo(tmp_path):
+    done = run("demo", "--out", "heads.png", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "Output: (2, 10, 512)" in done.stdout
+    assert "Heads:  (2, 8, 10, 10)" in done.stdout
+    assert (tmp_path / "heads.png").read_bytes().startswith(b"\x89PNG")
+    assert [path.name for path in tmp_path.iterdir()] == ["heads.png"]
+
+
+def test_a_picture_that_cannot_be_written(tmp_path):
+    (tmp_path / "heads.png").mkdir()
+    done = run("demo", "--out", "heads.png", cwd=tmp_path)
+    assert done.returncode == 1
+    assert "polyhead demo: cannot write heads.png" in done.stderr
+    done = run("demo", "--out", "missing/heads.png", cwd=tmp_path)
+    assert "polyhead demo: cannot write missing/heads.png: No such file or directory" in done.stderr
+    done = run("demo", "--out", "heads.docx", cwd=tmp_path)
+    assert done.returncode != 0
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("arguments", [["--version"], ["--help"], ["demo", "--help"]])
+def test_the_command_line_explains_itself(arguments, tmp_path):
+    done = run(*arguments, cwd=tmp_path)
+    assert done.returncode == 0
+    assert "polyhead" in done.stdout
+
+
+def test_importing_it_is_quick():
+    """Less than 0.3 s more than torch, by what Python says that each import took."""
+
+    def cost():
+        done = subprocess.run(
+            [sys.executable, "-X", "importtime", "-c", "import torch, polyhead"],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        total = {
+            line.rsplit("|", 1)[1].strip(): int(line.split("|")[1])
+            for line in done.stderr.splitlines()[1:]
+            if "|" in line and line.split("|")[1].strip().isdigit()
+        }
+        return total["polyhead"] / 1e6
+
+    assert statistics.median(cost() for _ in range(3)) < 0.3
