@@ -133,8 +133,8 @@ def definitions(w):
     far = (key - query).abs()
     marked = torch.arange(11) % 3 == 0
     rows = torch.stack([marked, ~marked, marked])
-    root = w.clamp(min=0).sqrt()
     live = (w.sum(-1) > 0).to(w.dtype)
+    root = (w / w.sum(-1, keepdim=True).clamp(min=1e-300)).sqrt()
     shared = torch.einsum("bhqk,bgqk->bhg", root, root)
     both = torch.einsum("bhq,bgq->bhg", live, live)
     return {
@@ -183,9 +183,10 @@ def test_numbers_are_differentiable(over):
             torch.testing.assert_close(got, gradient, msg=name, atol=1e-9, rtol=1e-9)
 
 
-def test_nothing_of_queries_x_keys_is_ever_held():
+def test_nothing_of_queries_x_keys_is_ever_held(monkeypatch):
+    monkeypatch.setattr(metrics, "BLOCK", 1 << 20)
     mha = MultiHeadAttention(32, 4).eval()
-    tokens = 3001
+    tokens = 1501
     with torch.no_grad():
         _, heads = mha(torch.randn(1, tokens, 32))
     biggest = 0
@@ -246,9 +247,9 @@ def test_a_stale_view_raises_and_a_lasting_one_does_not():
     lasting, wanted = heads.detach(), heads.contribution().weights
     output.sum().backward()
     torch.optim.SGD(mha.parameters(), lr=0.1).step()
-    with pytest.raises(RuntimeError, match=r"this view is stale: sink, W_O changed in place since"):
+    with pytest.raises(RuntimeError, match=r"this view is stale: sink changed in place since"):
         _ = heads.weights
-    with pytest.raises(RuntimeError, match="stale"):
+    with pytest.raises(RuntimeError, match=r"this view is stale: sink, W_O changed"):
         heads.contribution()
     torch.testing.assert_close(lasting.contribution().weights, wanted)
     assert not lasting.weights.requires_grad

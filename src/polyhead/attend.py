@@ -10,7 +10,7 @@ from torch import Tensor
 
 from polyhead.kernels import KERNELS, Call
 from polyhead.kernels.reference import through_sink, weights
-from polyhead.neighbourhood import Neighbourhood, neighbourhood
+from polyhead.neighbourhood import Neighbourhood, broadcasts, neighbourhood
 from polyhead.position import Position
 from polyhead.score import Dot, Score
 
@@ -50,7 +50,8 @@ def attend(
     Raises:
         ValueError: where shapes do not fit, with the argument's name and the rule.
     """
-    return run(prepare(q, k, v, over, score, position, bias, sink, dropout, seed), kernel)
+    call = prepare(q, k, v, over=over, score=score, position=position, bias=bias, sink=sink, dropout=dropout, seed=seed)
+    return run(call, kernel)
 
 
 def attention_weights(
@@ -67,7 +68,8 @@ def attention_weights(
 
     Each row sums to 1, to less where a sink takes its share, and to 0 where a query has no key.
     """
-    return weights(prepare(q, k, k, over, score, position, bias, sink, 0.0, None))
+    call = prepare(q, k, k, over=over, score=score, position=position, bias=bias, sink=sink)
+    return weights(call).to(q.dtype)
 
 
 class Explanation(NamedTuple):
@@ -92,32 +94,35 @@ def explain(
     sink: Float[Tensor, " heads"] | float | None = None,
     dropout: float = 0.0,
 ) -> Explanation:
-    """Which kernel `attend` takes for these arguments, and why the faster ones refuse. Nothing is computed."""
-    return explained(prepare(q, k, v, over, score, position, bias, sink, dropout, 0))
+    """Which kernel `attend` takes for these arguments, and why the faster ones refuse. No attention is computed."""
+    call = prepare(q, k, v, over=over, score=score, position=position, bias=bias, sink=sink, dropout=dropout, seed=0)
+    return explained(call)
 
 
 def prepare(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    *,
     over: Neighbourhood | Tensor | None,
     score: Score,
     position: Position | None,
     bias: Tensor | None,
     sink: Tensor | float | None,
-    dropout: float,
-    seed: Tensor | int | None,
+    dropout: float = 0.0,
+    seed: Tensor | int | None = None,
     rotated: bool = False,
 ) -> Call:
     """The checked call. `rotated`: the position has turned q and k already (cached keys are kept turned)."""
+    _check_tensors(q, k, v)
     table = None
     if position is not None:
         position.check(q.shape[-3], q.shape[-1])
-        table = table_of(position, q.shape[-2], k.shape[-2], q.device)
+        table = _table(position, q.shape[-2], k.shape[-2], q.device)
         if not rotated:
             q, k = position.rotate(q, k.shape[-2] - q.shape[-2]), position.rotate(k, 0)
     if sink is not None and not isinstance(sink, Tensor):
-        sink = torch.full((q.shape[-3],), float(sink), device=q.device)
+        sink = torch.full((q.shape[-3],), float(sink), dtype=torch.float64, device=q.device)
     if dropout and seed is None:
         seed = torch.randint(2**31, (), device=q.device)
     elif seed is not None and not isinstance(seed, Tensor):
@@ -125,13 +130,13 @@ def prepare(
     if bias is not None and bias.dim() < 3:
         bias = bias.reshape(*(1,) * (3 - bias.dim()), *bias.shape)
     call = Call(q, k, v, neighbourhood(over), score, table, bias, sink, dropout, seed)
-    _check(call)
+    _check_options(call)
     return call
 
 
-def table_of(position: Position, queries: int, keys: int, device: torch.device) -> Tensor | None:
+def _table(position: Position, queries: int, keys: int, device: torch.device) -> Tensor | None:
     """What a position adds, for every distance that occurs between these queries and keys."""
-    return position.by_distance(torch.arange(1 - keys, queries, device=device))
+    return position.by_distance(torch.arange(1 - keys, max(queries, 1 - keys), device=device))
 
 
 def run(call: Call, kernel: str | None = None) -> Float[Tensor, "... heads queries value_dim"]:
@@ -162,14 +167,14 @@ def explained(call: Call) -> Explanation:
     return Explanation(candidate.name, refused)
 
 
-def _check(call: Call) -> None:
-    q, k, v = call.q, call.k, call.v
+def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
     qs, ks, vs = q.shape, k.shape, v.shape
     if len(qs) < 3:
         raise ValueError(f"q: its shape is {tuple(qs)}; it must be (..., heads, queries, dim)")
     if ks[:-3] != qs[:-3] or vs[:-3] != qs[:-3] or len(ks) < 3 or len(vs) < 3:
         raise ValueError(
-            f"q, k, v: the batch axes differ: {tuple(qs[:-3])} {tuple(ks[:-3])} {tuple(vs[:-3])} before (heads, items, dim)"
+            f"q, k, v: their shapes are {tuple(qs)}, {tuple(ks)}, {tuple(vs)}; "
+            "the batch axes before (heads, items, dim) must be the same"
         )
     if ks[-1] != qs[-1]:
         raise ValueError(f"k: it has {ks[-1]} features, but q has {qs[-1]}")
@@ -183,13 +188,18 @@ def _check(call: Call) -> None:
         raise ValueError(
             f"q, k, v: their dtypes are {q.dtype}, {k.dtype}, {v.dtype}; they must be one floating-point dtype"
         )
-    if not 0 <= call.dropout < 1:
+
+
+def _check_options(call: Call) -> None:
+    if not isinstance(call.dropout, (int, float)) or not 0 <= call.dropout < 1:
         raise ValueError(f"dropout: it is {call.dropout}; it must be at least 0 and less than 1")
     call.over.check(call.sizes)
     if call.bias is not None:
-        _check_bias(call.bias, (*qs[:-1], ks[-2]))
-    if call.sink is not None and call.sink.shape != (qs[-3],):
-        raise ValueError(f"sink: its shape is {tuple(call.sink.shape)}; it must be one number a head, ({qs[-3]},)")
+        _check_bias(call.bias, (*call.q.shape[:-1], call.k.shape[-2]))
+    if call.sink is not None and call.sink.shape != (call.q.shape[-3],):
+        raise ValueError(
+            f"sink: its shape is {tuple(call.sink.shape)}; it must be one number a head, ({call.q.shape[-3]},)"
+        )
 
 
 def _check_bias(bias: Tensor, wanted: tuple[int, ...]) -> None:
@@ -197,8 +207,7 @@ def _check_bias(bias: Tensor, wanted: tuple[int, ...]) -> None:
         raise ValueError(
             f"bias: it is {bias.dtype}; it must be floating-point numbers to add. A bool mask goes to over="
         )
-    shape = tuple(bias.shape)
-    if len(shape) > len(wanted) or any(
-        a not in (1, b) for a, b in zip(reversed(shape), reversed(wanted), strict=False)
-    ):
-        raise ValueError(f"bias: its shape is {shape}; it must broadcast to (..., heads, queries, keys) = {wanted}")
+    if not broadcasts(tuple(bias.shape), wanted):
+        raise ValueError(
+            f"bias: its shape is {tuple(bias.shape)}; it must broadcast to (..., heads, queries, keys) = {wanted}"
+        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import html as text
 import operator
 from collections.abc import Callable, Iterator, Sequence
@@ -14,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from polyhead.kernels import Call, metrics
 from polyhead.kernels.metrics import Part
-from polyhead.neighbourhood import Neighbourhood
+from polyhead.neighbourhood import Rows
 from polyhead.picture import html, plot
 from polyhead.score import Dot
 
@@ -42,8 +43,9 @@ class Heads:
 
     It has the weights' shape, indexes like them and turns into a tensor wherever one is asked for; `heads[0, 3]`
     computes only that part. The numbers about heads (`entropy`, `received`, …) are streamed in blocks of queries and
-    never build queries x keys. It keeps references, no copies: after an in-place change of what it points to (an
-    optimizer's step on W_O, a truncated cache) it raises rather than mislead; `.detach()` makes it lasting.
+    never build queries x keys. It keeps references, no copies: after an in-place change of what an answer needs (an
+    optimizer's step on W_O, a truncated cache) it raises rather than mislead; `.detach()` makes it lasting. What
+    `torch.compile` and `torch.export` return is not watched.
     """
 
     def __init__(self, call: Call, origin: Origin = _NOTHING_MORE, cache: Any = None) -> None:
@@ -61,12 +63,12 @@ class Heads:
     @property
     def weights(self) -> Float[Tensor, "... heads queries keys"]:
         """The weights as a tensor: computed now, differentiable."""
-        return self._fresh().weights()
+        return self._fresh().weights().to(self.dtype)
 
     @property
     def outputs(self) -> Float[Tensor, "... heads queries value_dim"]:
         """Each head's own output, before the heads are combined."""
-        self._fresh()
+        self._fresh("outputs")
         if self._origin.outputs is None:
             raise ValueError("outputs: this view was made without them")
         out, part = self._origin.outputs, self._part
@@ -78,10 +80,10 @@ class Heads:
 
         Much of the plain weight may rest on keys whose values are next to nothing: this tells.
         """
-        call, join = self._fresh().call, self._origin.join
+        call, join = self._fresh("v", "W_O", "gate").call, self._origin.join
         heads = call.sizes.heads
         # (..., out, heads · dim) -> (..., heads, out, dim)
-        by_head = None if join is None else join.unflatten(-1, (heads, -1)).movedim(-2, -3).to(call.v.dtype)
+        by_head = None if join is None else join.unflatten(-1, (heads, -1)).movedim(-2, -3)
         moved = metrics.moved_by(call.v, by_head, heads)
         if self._origin.gate is not None:
             moved = moved * self._origin.gate.abs()[..., :, None]
@@ -114,16 +116,17 @@ class Heads:
         """
         part = self._fresh()
         if isinstance(on, Tensor):
-            if on.shape[-1] != self.shape[-1] or on.is_floating_point():
+            if on.dtype != torch.bool or on.dim() == 0 or on.shape[-1] != self.shape[-1]:
                 raise ValueError(
                     f"on: it is {on.dtype} of shape {tuple(on.shape)}; it must be a bool tensor (..., keys) with {self.shape[-1]} keys"
                 )
             return metrics.mass_on(part, on)
         if on == "first":
             return metrics.mass_on(part, part.numbers("keys") == 0)
-        if isinstance(on, str) and on not in _OFFSETS:
-            raise ValueError(f"on: {on!r} is none of {[*_OFFSETS, 'first']}, a number or a bool tensor")
-        return metrics.mass(part, _OFFSETS[on] if isinstance(on, str) else on)
+        offset = _OFFSETS.get(on) if isinstance(on, str) else on
+        if not isinstance(offset, int) or isinstance(offset, bool):
+            raise ValueError(f"on: {on!r} is none of {[*_OFFSETS, 'first']}, a whole number or a bool tensor")
+        return metrics.mass(part, offset)
 
     def received(self) -> Float[Tensor, "... heads keys"]:
         """How much weight each key receives from all queries together."""
@@ -188,20 +191,24 @@ class Heads:
         return (w.float() if w.dtype == torch.bfloat16 else w).numpy()
 
     def _moved(self, change: Callable[[Tensor], Tensor]) -> Heads:
-        self._fresh()
-        leaves, structure = pytree.tree_flatten(self)
-        copy: Heads = pytree.tree_unflatten([change(x) if isinstance(x, Tensor) else x for x in leaves], structure)
-        return copy
+        self._fresh(*_WATCHED)
+        lasting: Heads = pytree.tree_map(change, self)
+        part = lasting._part
+        lasting._part = part._replace(call=part.call._replace(score=copy.deepcopy(part.call.score)))
+        return lasting
 
     # how it stays true
 
-    def _fresh(self) -> Part:
-        """The part, after making sure that nothing it points to has changed since the call."""
-        now = None if self._seen is None else _versions(self._part.call, self._origin, self._cache)
-        if self._seen is not None and now is not None and self._seen != now:
-            names = [name for name, before, after in zip(_WATCHED, self._seen, now, strict=True) if before != after]
+    def _fresh(self, *also: str) -> Part:
+        """The part, after making sure that nothing that it and these others need has changed since the call."""
+        if self._seen is None:
+            return self._part
+        now = _versions(self._part.call, self._origin, self._cache)
+        changed = [name for name in _WATCHED if self._seen[name] != now[name]]
+        stale = [name for name in changed if name in _WEIGHTS_NEED or name in also]
+        if stale:
             raise RuntimeError(
-                f"this view is stale: {', '.join(names)} changed in place since the attention was computed; "
+                f"this view is stale: {', '.join(stale)} changed in place since the attention was computed; "
                 "look before the change, or keep a lasting copy with heads.detach()"
             )
         return self._part
@@ -232,7 +239,7 @@ class Heads:
         for axis, s in zip(("heads", "queries", "keys"), slices[-3:], strict=True):
             if s != slice(None):
                 part = _chosen(part, axis, part.numbers(axis)[s])
-        w = part.weights()
+        w = part.weights().to(self.dtype)
         return w[tuple(0 if isinstance(i, int) else slice(None) for i in filled)]
 
     @classmethod
@@ -249,7 +256,23 @@ class Heads:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or not hasattr(Tensor, name):
             raise AttributeError(f"Heads has no attribute {name!r}")
+        if name.endswith("_"):
+            raise AttributeError(
+                f"Heads is a view that is computed anew: {name}() would change nothing; use heads.weights"
+            )
         return getattr(self.weights, name)
+
+    def __bool__(self) -> bool:
+        return bool(self.weights)
+
+    @property
+    def requires_grad(self) -> bool:
+        call = self._part.call
+        learned = (call.q, call.k, call.table, call.bias, call.sink, *call.score.parameters())
+        return any(x is not None and x.requires_grad for x in learned)
+
+    def numel(self) -> int:
+        return self.shape.numel()
 
     @property
     def dtype(self) -> torch.dtype:
@@ -295,20 +318,6 @@ for _name in (
 Heads.__hash__ = object.__hash__  # type: ignore[method-assign]
 
 
-class Rows(Neighbourhood):
-    """A neighbourhood in some rows of its batch."""
-
-    def __init__(self, over: Neighbourhood, batch: tuple[int, ...], rows: tuple[slice, ...]) -> None:
-        self.over, self.batch, self.rows = over, batch, rows
-
-    def allows(self, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        allowed = self.over.allows(head, query, key)
-        return allowed.expand(*self.batch, *allowed.shape[-3:])[self.rows] if allowed.dim() > 3 else allowed
-
-    def __repr__(self) -> str:
-        return repr(self.over)
-
-
 def _narrowed(part: Part, rows: list[slice]) -> Part:
     """A part in some rows of its batch."""
     if all(row == slice(None) for row in rows):
@@ -340,38 +349,38 @@ def _pick(axis: str, own: Int[Tensor, " own"], index: Index) -> Int[Tensor, " so
     at = torch.as_tensor(index, device=own.device).reshape(-1)
     if at.dtype == torch.bool:
         at = at.nonzero()[:, 0] if len(at) == len(own) else at
-    if (
-        at.is_floating_point()
-        or at.dtype == torch.bool
-        or (len(at) and not -len(own) <= int(at.min()) <= int(at.max()) < len(own))
-    ):
+    if at.is_floating_point() or at.dtype == torch.bool or not -len(own) <= int(at.min()) <= int(at.max()) < len(own):
         raise ValueError(f"{axis}: {index!r} is out of reach; there are {len(own)}")
     return own[at]
 
 
-_WATCHED = ("q", "k", "v", "position table", "bias", "sink", "outputs", "W_O", "gate", "cache")
+# What the weights are computed from; the others are needed by some answers.
+_WEIGHTS_NEED = ("q", "k", "over", "score", "position", "bias", "sink", "cache")
+_WATCHED = (*_WEIGHTS_NEED, "v", "outputs", "W_O", "gate")
 
 
-def _versions(call: Call, origin: Origin, cache: Any) -> tuple[int | None, ...] | None:
-    """A count of in-place changes of each tensor that a view points to. A cache only appends, and counts by itself."""
-    q, k, v, _, _, table, bias, sink, _, _ = call
-    outputs, join, gate = origin
-    try:
-        return (
-            q._version,
-            None if cache is not None else k._version,
-            None if cache is not None else v._version,
-            None if table is None else table._version,
-            None if bias is None else bias._version,
-            None if sink is None else sink._version,
-            None if outputs is None else outputs._version,
-            None if join is None else join._version,
-            None if gate is None else gate._version,
-            None if cache is None else cache.generation,
-        )
-    except RuntimeError:
-        # tensors made under torch.inference_mode() are not counted
-        return None
+def _versions(call: Call, origin: Origin, cache: Any) -> dict[str, object]:
+    """A count of in-place changes of all that a view points to. A cache only appends, and counts by itself."""
+    score = call.score
+    return {
+        "q": _version(call.q),
+        "k": None if cache is not None else _version(call.k),
+        "v": None if cache is not None else _version(call.v),
+        "over": tuple(_version(x) for x in call.over.leaves()),
+        "score": () if type(score) is Dot else tuple(_version(x) for x in score.state_dict(keep_vars=True).values()),
+        "position": _version(call.table),
+        "bias": _version(call.bias),
+        "sink": _version(call.sink),
+        "cache": None if cache is None else cache.generation,
+        "outputs": _version(origin.outputs),
+        "W_O": _version(origin.join),
+        "gate": _version(origin.gate),
+    }
+
+
+def _version(x: Tensor | None) -> int | None:
+    # tensors made under torch.inference_mode() are not counted
+    return None if x is None or x.is_inference() else x._version
 
 
 def _flatten(heads: Heads) -> tuple[list[Any], Any]:

@@ -7,14 +7,16 @@ stands at the last key ("lower-right"), so that one predicate serves self-attent
 
 from __future__ import annotations
 
+import operator
 from abc import ABC, abstractmethod
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from jaxtyping import Bool, Int, Integer
 from torch import Tensor
 
-from polyhead._pytree import register
+from polyhead._torch import numbers_hidden, register
 
 
 class Sizes(NamedTuple):
@@ -34,6 +36,12 @@ class Neighbourhood(ABC):
 
     exact: bool = False
     """Whether a pair is allowed exactly when its key lies in `interval`."""
+    tensors: ClassVar[tuple[str, ...]] = ()
+    """The attributes that are tensors, or None: what vmap and export carry along, and a view watches for changes."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        register(cls, cls.tensors)
 
     @abstractmethod
     def allows(
@@ -68,17 +76,23 @@ class Neighbourhood(ABC):
         """Which of the queries (...batch, queries) are not padding; None where nothing is known to be."""
         return None
 
-    def __and__(self, other: Neighbourhood) -> Neighbourhood:
-        if not isinstance(other, Neighbourhood):
+    def leaves(self) -> tuple[Tensor, ...]:
+        """The tensors that it points to."""
+        return tuple(tensor for name in self.tensors if (tensor := getattr(self, name)) is not None)
+
+    def __and__(self, other: Neighbourhood | Tensor) -> Neighbourhood:
+        if not isinstance(other, (Neighbourhood, Tensor)):
             return NotImplemented
-        parts = [*_parts(self), *_parts(other)]
+        parts = [*_parts(self), *_parts(neighbourhood(other))]
         parts = [part for part in parts if not isinstance(part, Dense)]
         if len(parts) < 2:
             return parts[0] if parts else Dense()
         return Both(*parts)
 
     def __repr__(self) -> str:
-        fields = ", ".join(f"{name}={_brief(value)}" for name, value in vars(self).items() if name != "exact")
+        fields = ", ".join(
+            f"{name}={_brief(value)}" for name, value in vars(self).items() if name != "exact" and name[0] != "_"
+        )
         return f"{type(self).__name__}({fields})"
 
 
@@ -133,9 +147,9 @@ class Window(_Band):
     def __init__(self, left: int, right: int | None = None) -> None:
         right = left if right is None else right
         for name, reach in (("left", left), ("right", right)):
-            if not isinstance(reach, int) or isinstance(reach, bool) or reach < 0:
+            if not hasattr(reach, "__index__") or isinstance(reach, bool) or reach < 0:
                 raise ValueError(f"Window: {name} is {reach!r}; it must be a whole number of keys, 0 or more")
-        super().__init__(left, right)
+        super().__init__(operator.index(left), operator.index(right))
 
 
 class Padding(Neighbourhood):
@@ -148,34 +162,39 @@ class Padding(Neighbourhood):
             layer attends from a sequence to itself, and are not elsewhere.
     """
 
-    def __init__(self, lengths_or_keep: Tensor | list[int], *, queries: bool | None = None) -> None:
+    tensors = ("keep", "first", "stop")
+
+    def __init__(self, lengths_or_keep: Tensor | Sequence[int], *, queries: bool | None = None) -> None:
         given = torch.as_tensor(lengths_or_keep)
         if given.is_floating_point():
             raise ValueError(
                 f"Padding: got {given.dtype}; pass integer lengths, or a bool tensor that is True where a key is real"
             )
         self.queries = queries
+        # where the real keys are not one stretch from `first` to `stop`, which they are
         self.keep: Bool[Tensor, "... keys"] | None = None
+        self.keys: int | None = None
         if given.dtype == torch.bool:
-            self.keys: int | None = given.shape[-1]
-            position = torch.arange(given.shape[-1], device=given.device)
-            self.first = torch.where(given, position, given.shape[-1]).amin(-1) if self.keys else given.sum(-1)
-            self.stop = torch.where(given, position + 1, 0).amax(-1) if self.keys else given.sum(-1)
-            self.first = torch.minimum(self.first, self.stop)
-            if torch.compiler.is_compiling() or not torch.equal(given.sum(-1), self.stop - self.first):
+            self.keys = given.shape[-1]
+            self.first, self.stop = _hull(given)
+            if numbers_hidden() or not torch.equal(given.sum(-1), self.stop - self.first):
                 self.keep = given
         else:
-            if not torch.compiler.is_compiling() and bool((given < 0).any()):
+            if not numbers_hidden() and bool((given < 0).any()):
                 raise ValueError(f"Padding: a length is {int(given.min())}; lengths must be 0 or more")
-            self.keys = None
             self.first, self.stop = torch.zeros_like(given, dtype=torch.long), given.long()
         self.exact = self.keep is None
 
     def check(self, sizes: Sizes) -> None:
+        if self.keys is None and tuple(self.stop.shape) == (*sizes.batch, sizes.keys):
+            raise ValueError(
+                f"Padding: its shape is {tuple(self.stop.shape)}, which reads as (batch, keys), but its numbers are integers; "
+                "lengths are one a row, and a tensor that marks the real keys must be bool: keep.bool()"
+            )
         _check_batch("Padding", tuple(self.stop.shape), sizes)
         if self.keys is not None and self.keys != sizes.keys:
             raise ValueError(f"Padding: keep covers {self.keys} keys, but there are {sizes.keys}")
-        if self.keys is None and not torch.compiler.is_compiling() and self.stop.numel():
+        if self.keys is None and not numbers_hidden() and self.stop.numel():
             longest = int(self.stop.max())
             if longest > sizes.keys:
                 raise ValueError(f"Padding: a length is {longest}, but there are only {sizes.keys} keys")
@@ -208,12 +227,26 @@ class Padding(Neighbourhood):
         real = self._real(torch.arange(shape[-1], device=self.stop.device)).flatten(-3)
         return real.expand(shape)
 
+    def __repr__(self) -> str:
+        what = f"lengths <{tuple(self.stop.shape)}>" if self.keys is None else f"keep <{(*self.stop.shape, self.keys)}>"
+        return f"Padding({what}, queries={self.queries})"
+
     def within(self, self_attention: bool) -> Neighbourhood:
         if self.queries is not None:
             return self
         known = object.__new__(Padding)
         known.__dict__.update(vars(self), queries=self_attention)
         return known
+
+
+def _hull(keep: Bool[Tensor, "... keys"]) -> Interval:
+    """The first True and the one past the last; two equal numbers where there is none."""
+    keys = keep.shape[-1]
+    if keys == 0:
+        return keep.sum(-1), keep.sum(-1)
+    position = torch.arange(keys, device=keep.device)
+    stop = torch.where(keep, position + 1, 0).amax(-1)
+    return torch.minimum(torch.where(keep, position, keys).amin(-1), stop), stop
 
 
 class Segments(Neighbourhood):
@@ -225,29 +258,27 @@ class Segments(Neighbourhood):
             rows). By default the queries are the last keys.
     """
 
+    tensors = ("ids", "query_ids")
+
     def __init__(
         self, ids: Integer[Tensor, "... keys"], query_ids: Integer[Tensor, "... queries"] | None = None
     ) -> None:
-        for name, given in (("ids", ids), ("query_ids", query_ids)):
-            if given is not None and (given.is_floating_point() or given.dim() == 0):
-                raise ValueError(
-                    f"Segments: {name} is {given.dtype} of shape {tuple(given.shape)}; it must hold integers (..., items)"
-                )
-        self.ids = ids.long()
-        self.query_ids = None if query_ids is None else query_ids.long()
-        self.exact = not torch.compiler.is_compiling() and _contiguous(self.ids)
+        self.ids = _ids("ids", ids)
+        self.query_ids = None if query_ids is None else _ids("query_ids", query_ids)
+        self.exact = not numbers_hidden() and _contiguous(self.ids)
 
     def check(self, sizes: Sizes) -> None:
-        _check_batch("Segments", tuple(self.ids.shape[:-1]), sizes)
-        if self.ids.shape[-1] != sizes.keys:
-            raise ValueError(f"Segments: ids covers {self.ids.shape[-1]} keys, but there are {sizes.keys}")
+        for name, ids, items, size in (
+            ("ids", self.ids, "keys", sizes.keys),
+            ("query_ids", self.query_ids, "queries", sizes.queries),
+        ):
+            if ids is not None:
+                _check_batch("Segments", tuple(ids.shape[:-1]), sizes)
+                if ids.shape[-1] != size:
+                    raise ValueError(f"Segments: {name} covers {ids.shape[-1]} {items}, but there are {size}")
         if self.query_ids is None and sizes.queries > sizes.keys:
             raise ValueError(
                 f"Segments: {sizes.queries} queries are more than the {sizes.keys} keys; pass their own ids as query_ids"
-            )
-        if self.query_ids is not None and self.query_ids.shape[-1] != sizes.queries:
-            raise ValueError(
-                f"Segments: query_ids covers {self.query_ids.shape[-1]} queries, but there are {sizes.queries}"
             )
 
     def _of_queries(self, queries: int) -> Tensor:
@@ -264,15 +295,26 @@ class Segments(Neighbourhood):
         return (mine[..., :, None] == theirs[..., None, :]).unsqueeze(-3)
 
     def interval(self, queries: int, keys: int, device: torch.device) -> Interval:
-        order = self.ids.argsort(dim=-1, stable=True)
-        ranked = self.ids.gather(-1, order)
-        mine = self._of_queries(queries).expand(*self.ids.shape[:-1], queries).contiguous()
+        mine = self._of_queries(queries)
+        rows = torch.broadcast_shapes(self.ids.shape[:-1], mine.shape[:-1])
+        mine, ids = mine.expand(*rows, queries).contiguous(), self.ids.expand(*rows, keys)
+        order = ids.argsort(dim=-1, stable=True)
+        ranked = ids.gather(-1, order)
         start = torch.searchsorted(ranked, mine)
         end = torch.searchsorted(ranked, mine, right=True)
         # a stable order lists the keys of one document by position: its first and last are the hull
         first = order.gather(-1, start.clamp(max=max(keys - 1, 0)))
         stop = order.gather(-1, (end - 1).clamp(min=0)) + 1
         return first, torch.where(start < end, stop, first)
+
+
+def _ids(name: str, given: object) -> Int[Tensor, "... items"]:
+    ids = torch.as_tensor(given)
+    if ids.is_floating_point() or ids.dim() == 0:
+        raise ValueError(
+            f"Segments: {name} is {ids.dtype} of shape {tuple(ids.shape)}; it must hold integers (..., items)"
+        )
+    return ids.long()
 
 
 def _contiguous(ids: Tensor) -> bool:
@@ -283,6 +325,8 @@ def _contiguous(ids: Tensor) -> bool:
 
 class Mask(Neighbourhood):
     """Any pattern, as a tensor `(..., heads or 1, queries, keys)` that is True where attention may go."""
+
+    tensors = ("keep",)
 
     def __init__(self, keep: Bool[Tensor, "... queries keys"]) -> None:
         if not isinstance(keep, Tensor):
@@ -295,7 +339,7 @@ class Mask(Neighbourhood):
                 "To add numbers to the scores pass them as bias=..., and to use an additive mask pass keep = mask > -inf"
             )
         if keep.dtype != torch.bool:
-            if not torch.compiler.is_compiling() and not bool(((keep == 0) | (keep == 1)).all()):
+            if not numbers_hidden() and not bool(((keep == 0) | (keep == 1)).all()):
                 raise ValueError(f"Mask: keep is {keep.dtype} with values other than 0 and 1; 1 (True) = may attend")
             keep = keep.bool()
         if keep.dim() < 2:
@@ -304,11 +348,13 @@ class Mask(Neighbourhood):
             )
         # always with the axis of the heads, so that an axis more is a batch's
         self.keep = keep[None] if keep.dim() == 2 else keep
-        self.given = tuple(keep.shape)
+        self._pairs = keep.dim() == 2
 
     def check(self, sizes: Sizes) -> None:
-        shape, wanted = self.given, (*sizes.batch, sizes.heads, sizes.queries, sizes.keys)
+        shape, wanted = tuple(self.keep.shape), (*sizes.batch, sizes.heads, sizes.queries, sizes.keys)
         batch = sizes.batch[-1] if sizes.batch else None
+        if self._pairs and len(shape) == 3:
+            shape = shape[1:]
         if len(shape) == 2 and shape == (batch, sizes.keys) != (sizes.queries, sizes.keys):
             raise ValueError(
                 f"Mask: keep has shape {shape}, which reads as (batch, keys); it must end in (queries, keys). Use Padding(keep) for padded keys"
@@ -320,10 +366,7 @@ class Mask(Neighbourhood):
             raise ValueError(
                 f"Mask: keep has shape {shape} and there are as many heads as rows in the batch; {hint}, keep[None] (1, heads, queries, keys)"
             )
-        fits = len(shape) <= len(wanted) and all(
-            a in (1, b) for a, b in zip(reversed(shape), reversed(wanted), strict=False)
-        )
-        if not fits or shape[-1] != sizes.keys:
+        if not broadcasts(shape, wanted) or shape[-1] != sizes.keys:
             raise ValueError(
                 f"Mask: keep has shape {shape}; it must broadcast to (..., heads, queries, keys) = {wanted}"
             )
@@ -344,15 +387,13 @@ class Mask(Neighbourhood):
         # (..., queries, keys) without the heads: a key is in reach if any head may see it
         keep = self.keep.any(-3)
         keep = keep.expand(*keep.shape[:-2], queries, keys)
-        if keys == 0:
-            return super().interval(queries, keys, device)
-        first = keep.to(torch.uint8).argmax(-1)
-        stop = keys - keep.flip(-1).to(torch.uint8).argmax(-1)
-        return first, torch.where(keep.any(-1), stop, first)
+        return _hull(keep)
 
 
 class Both(Neighbourhood):
     """What every part allows: `a & b`."""
+
+    tensors = ("parts",)
 
     def __init__(self, *parts: Neighbourhood) -> None:
         self.parts = parts
@@ -375,6 +416,9 @@ class Both(Neighbourhood):
             first, stop = torch.maximum(first, a), torch.minimum(stop, b)
         return first, torch.maximum(first, stop)
 
+    def leaves(self) -> tuple[Tensor, ...]:
+        return tuple(tensor for part in self.parts for tensor in part.leaves())
+
     def real_queries(self, shape: tuple[int, ...]) -> Tensor | None:
         known = [real for part in self.parts if (real := part.real_queries(shape)) is not None]
         return torch.stack(known).all(0) if known else None
@@ -386,6 +430,25 @@ class Both(Neighbourhood):
         return " & ".join(repr(part) for part in self.parts)
 
 
+class Rows(Neighbourhood):
+    """A neighbourhood in some rows of its batch."""
+
+    tensors = ("over",)
+
+    def __init__(self, over: Neighbourhood, batch: tuple[int, ...], rows: tuple[slice, ...]) -> None:
+        self.over, self.batch, self.rows = over, batch, rows
+
+    def allows(self, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        allowed = self.over.allows(head, query, key)
+        return allowed.expand(*self.batch, *allowed.shape[-3:])[self.rows] if allowed.dim() > 3 else allowed
+
+    def leaves(self) -> tuple[Tensor, ...]:
+        return self.over.leaves()
+
+    def __repr__(self) -> str:
+        return repr(self.over)
+
+
 def neighbourhood(over: Neighbourhood | Tensor | None) -> Neighbourhood:
     """What a caller gave for `over`: nothing is `Dense()`, a tensor is a `Mask`."""
     if isinstance(over, Neighbourhood):
@@ -393,20 +456,14 @@ def neighbourhood(over: Neighbourhood | Tensor | None) -> Neighbourhood:
     return _DENSE if over is None else Mask(over)
 
 
+def broadcasts(shape: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
+    """Whether a tensor of one shape can be expanded to another."""
+    return len(shape) <= len(wanted) and all(a in (1, b) for a, b in zip(shape[::-1], wanted[::-1], strict=False))
+
+
 def _check_batch(name: str, shape: tuple[int, ...], sizes: Sizes) -> None:
-    fits = len(shape) <= len(sizes.batch) and all(
-        a in (1, b) for a, b in zip(reversed(shape), reversed(sizes.batch), strict=False)
-    )
-    if not fits:
+    if not broadcasts(shape, sizes.batch):
         raise ValueError(f"{name}: its rows have shape {shape}, but the batch has {sizes.batch}")
 
 
 _DENSE = Dense()
-
-register(Dense)
-register(Causal)
-register(Window)
-register(Padding, "keep", "first", "stop")
-register(Segments, "ids", "query_ids")
-register(Mask, "keep")
-register(Both, "parts")

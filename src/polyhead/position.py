@@ -13,6 +13,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from polyhead._torch import numbers_hidden
+
 
 class Position(nn.Module):
     """The base of all positions; it does nothing."""
@@ -58,17 +60,18 @@ class Rotary(Position):
 
     def _turns(self, start: int, stop: int, dim: int, like: Tensor) -> tuple[Tensor, Tensor]:
         """Cosine and sine (positions, dim/2) for the positions from `start` to `stop`, kept from call to call."""
-        if torch.compiler.is_compiling() or start < 0:
+        if numbers_hidden() or start < 0:
             return self._angles(start, stop, dim, like)
-        kept = self._table
-        if (
-            kept is None
-            or kept[0].shape[0] < stop
-            or (kept[0].shape[1], kept[0].device, kept[0].dtype) != (dim // 2, like.device, like.dtype)
-        ):
+        kept, own = self._table, (dim // 2, like.device, like.dtype)
+        fits = kept is not None and (kept[0].shape[1], kept[0].device, kept[0].dtype) == own
+        if kept is None or not fits or kept[0].shape[0] < stop:
             # a table made under inference_mode could not be used in training
             with torch.inference_mode(False):
-                kept = self._table = self._angles(0, 2 * stop, dim, like)
+                grown = 2 * kept[0].shape[0] if kept is not None and fits else 0
+                kept = self._angles(0, max(stop, grown), dim, like)
+            # not one of fake tensors, which would stay behind
+            if type(kept[0]) is Tensor:
+                self._table = kept
         return kept[0][start:stop], kept[1][start:stop]
 
     def _angles(self, start: int, stop: int, dim: int, like: Tensor) -> tuple[Tensor, Tensor]:
@@ -99,7 +102,7 @@ class ALiBi(Position):
 
     def __init__(self, num_heads: int) -> None:
         super().__init__()
-        self.register_buffer("slopes", torch.tensor(_slopes(num_heads)), persistent=False)
+        self.register_buffer("slopes", torch.tensor(_slopes(num_heads)))
 
     def by_distance(self, distance: Tensor) -> Tensor:
         return -self.slopes[:, None] * distance.abs().to(self.slopes.dtype)
@@ -139,7 +142,12 @@ class RelativeBias(Position):
         if max_distance <= buckets:
             raise ValueError(f"RelativeBias: max_distance is {max_distance}; it must be more than buckets ({buckets})")
         self.buckets, self.max_distance, self.bidirectional = buckets, max_distance, bidirectional
-        self.weight = nn.Parameter(torch.randn(buckets, num_heads) * 0.02)
+        self.weight = nn.Parameter(torch.empty(buckets, num_heads))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the table anew."""
+        nn.init.normal_(self.weight, std=0.02)
 
     def bucket(self, distance: Int[Tensor, "..."]) -> Int[Tensor, "..."]:
         """The row of `weight` for a key `distance` after its query."""
@@ -158,7 +166,7 @@ class RelativeBias(Position):
         _check_heads("RelativeBias", self.weight.shape[1], heads)
 
     def keep_heads(self, heads: Tensor) -> None:
-        self.weight = nn.Parameter(self.weight.detach()[:, heads].clone())
+        self.weight = nn.Parameter(self.weight.detach()[:, heads].clone(), self.weight.requires_grad)
 
     def extra_repr(self) -> str:
         return f"buckets={self.buckets}, max_distance={self.max_distance}, bidirectional={self.bidirectional}"

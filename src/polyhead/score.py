@@ -27,7 +27,7 @@ class Dot(Score):
 
     def factor(self, dim: int) -> float:
         """The number that multiplies the product."""
-        return dim**-0.5 if self.scale is None else self.scale
+        return max(dim, 1) ** -0.5 if self.scale is None else self.scale
 
     def forward(self, q: Tensor, k: Tensor) -> Tensor:
         return (q * self.factor(q.shape[-1])) @ k.transpose(-2, -1)

@@ -371,7 +371,7 @@ def test_an_unknown_argument_is_a_type_error():
 def test_attend_messages():
     q = torch.randn(2, 6, 11, 5)
     for k, v, options, message in [
-        (q[:1], q[:1], {}, "the batch axes differ"),
+        (q[:1], q[:1], {}, "the batch axes before .* must be the same"),
         (q[..., :4], q, {}, "k: it has 4 features, but q has 5"),
         (q, q[:, :, :3], {}, "v: it has 3 items, but k has 11"),
         (q[:, :4], q[:, :4], {}, "4 and 4 heads cannot be shared by the 6 heads of q"),

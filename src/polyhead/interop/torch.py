@@ -10,7 +10,6 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from polyhead.attend import prepare, run
-from polyhead.kernels.call import under_transform
 from polyhead.kernels.reference import weights
 from polyhead.neighbourhood import Causal, Dense, Mask, Neighbourhood, Padding, Window
 from polyhead.nn.attention import MultiHeadAttention
@@ -90,9 +89,9 @@ class MultiheadAttention(nn.MultiheadAttention):
         else:
             over, bias = _read(key_padding_mask, attn_mask, (batch, self.num_heads, queries, keys), k.shape[2] - keys)
         dropout = self.dropout if self.training else 0.0
-        call = prepare(q, k, v, over, _DOT, None, bias, None, dropout, None)
+        call = prepare(q, k, v, over=over, score=_DOT, position=None, bias=bias, sink=None, dropout=dropout)
         output: Tensor = self.out_proj(_joined(run(call), rows))
-        p = weights(call) if need_weights else None
+        p = weights(call).to(q.dtype) if need_weights else None
         if p is not None and average_attn_weights:
             p = p.mean(1)
         return (output, p) if batched else (output[0], None if p is None else p[0])
@@ -195,7 +194,7 @@ def _read(
     if key_padding_mask is not None:
         padded = key_padding_mask if key_padding_mask.dim() == 2 else key_padding_mask[None]
         if padded.dtype == torch.bool:
-            over = over & _padding(_open(~padded, extra))
+            over = over & Padding(_open(~padded, extra), queries=False)
         else:
             by_key = F.pad(padded, (0, extra))[:, None, None]
             bias = by_key if bias is None else bias + by_key
@@ -204,11 +203,6 @@ def _read(
 
 def _open(keep: Bool[Tensor, "..."], extra: int) -> Bool[Tensor, "..."]:
     return F.pad(keep, (0, extra), value=True) if extra else keep
-
-
-def _padding(keep: Bool[Tensor, "batch keys"]) -> Neighbourhood:
-    # Padding looks at its numbers, which a transform hides.
-    return Mask(keep[:, None, None]) if under_transform() else Padding(keep, queries=False)
 
 
 def from_torch(module: nn.MultiheadAttention) -> MultiHeadAttention:
@@ -239,17 +233,15 @@ def from_torch(module: nn.MultiheadAttention) -> MultiHeadAttention:
     with torch.device("meta"):
         layer = MultiHeadAttention(
             module.embed_dim, module.num_heads, d_key=module.kdim, d_value=module.vdim,
-            bias=module.in_proj_bias is not None, dropout=0.0,
+            bias=module.in_proj_bias is not None, dropout=module.dropout,
         )  # fmt: skip
     linears = (layer.q_proj, layer.k_proj, layer.v_proj, layer.o_proj)
-    # with gradients on, a part of a packed parameter says whether it learns
-    with torch.enable_grad():
-        maps, biases = _maps(module)
-        own = zip(linears, (*maps, module.out_proj.weight), (*biases, module.out_proj.bias), strict=True)
-        for linear, weight, bias in own:
-            assert linear is not None
-            linear.register_parameter("weight", _copy(weight))
-            linear.register_parameter("bias", _copy(bias))
+    maps, biases = _maps(module)
+    own = zip(linears, (*maps, module.out_proj.weight), (*biases, module.out_proj.bias), strict=True)
+    for linear, weight, bias in own:
+        assert linear is not None
+        linear.register_parameter("weight", _copy(weight))
+        linear.register_parameter("bias", _copy(bias))
     if module.add_zero_attn:
         layer.sink = module.out_proj.weight.new_zeros(module.num_heads)
     return layer.train(module.training)

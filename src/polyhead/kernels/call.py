@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import NamedTuple, Protocol
 
-import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
@@ -52,11 +51,6 @@ class Kernel(Protocol):
     def refuses(self, call: Call) -> str | None: ...
 
     def __call__(self, call: Call) -> Result: ...
-
-
-def under_transform() -> bool:
-    """Whether a torch.func transform (vmap, grad, jvp, …) is active: fused operators have no rules for them."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def to_heads(x: Float[Tensor, "... own items dim"], heads: int) -> Float[Tensor, "... heads items dim"]:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from polyhead.kernels.call import Call, Result, flat, to_heads, under_transform
+from polyhead._torch import under_transform
+from polyhead.kernels.call import Call, Result, flat, to_heads
 from polyhead.neighbourhood import Causal, Dense
 from polyhead.score import Dot
 
-_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 # Beyond this ratio of key to value width, padding the narrower one costs more than the fused kernel saves.
 WIDTHS = 2
 
@@ -24,14 +27,18 @@ class Fused:
         q, over = call.q, call.over
         queries, keys = q.shape[-2], call.k.shape[-2]
         if not isinstance(over, Dense) and not (isinstance(over, Causal) and queries in (keys, 1)):
-            return f"it skips no blocks and takes no masks, and over is {over!r}"
+            # a compiler cannot trace the writing of shapes
+            known = type(over).__name__ if torch.compiler.is_compiling() else repr(over)
+            return f"it skips no blocks and takes no masks, and over is {known}"
         if call.table is not None or call.bias is not None:
             return "it adds no bias"
         if call.dropout > 0:
             return "it drops no pairs"
         if call.sink is not None and (q.device.type != "cpu" or torch.is_grad_enabled()):
             return "a sink needs the log-sum-exp and its gradient"
-        return refuses_fused(call)
+        if not comparable(call.q.shape[-1], call.v.shape[-1]):
+            return f"keys of {q.shape[-1]} and values of {call.v.shape[-1]} features are too different to pad"
+        return refuses(call)
 
     def __call__(self, call: Call) -> Result:
         assert isinstance(call.score, Dot)
@@ -39,18 +46,20 @@ class Fused:
         return fused(call.q, call.k, call.v, causal, call.score.factor(call.q.shape[-1]))
 
 
-def refuses_fused(call: Call) -> str | None:
-    """What torch's fused attention cannot do, whatever the neighbourhood."""
-    q, k, v = call.q, call.k, call.v
+def refuses(call: Call) -> str | None:
+    """What no kernel made of torch's operators for dot products can do."""
     if type(call.score) is not Dot:
         return f"it computes dot products, and score is {type(call.score).__name__}"
-    if not (q.numel() and k.numel() and v.numel()):
+    if not (call.q.numel() and call.k.numel() and call.v.numel()):
         return "a tensor is empty"
-    if v.shape[-1] != q.shape[-1] and not 1 / WIDTHS <= v.shape[-1] / q.shape[-1] <= WIDTHS:
-        return f"keys of {q.shape[-1]} and values of {v.shape[-1]} features are too different to pad"
     if under_transform():
-        return "it has no rules for torch.func transforms"
+        return "it has no rules for torch.func transforms and forward-mode differentiation"
     return None
+
+
+def comparable(dim: int, width: int) -> bool:
+    """Whether keys and values are near enough in width to pad the narrower."""
+    return dim <= WIDTHS * width and width <= WIDTHS * dim
 
 
 def fused(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Result:
@@ -58,7 +67,7 @@ def fused(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Result
     width, shape = v.shape[-1], q.shape
     q, k, v = even(q, k, v)
     if q.is_cpu:
-        out, lse = _flash(flat(q), flat(k), flat(v), 0.0, causal, scale=scale)
+        out, lse = flash(flat(q), flat(k), flat(v), 0.0, causal, scale=scale)
     else:
         out = F.scaled_dot_product_attention(flat(q), flat(k), flat(v), is_causal=causal, scale=scale, enable_gqa=True)
         lse = None
@@ -76,7 +85,7 @@ def even(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     elif width < dim:
         v = F.pad(v, (0, dim - width))
     if k.shape[-3] != v.shape[-3]:
-        heads = max(k.shape[-3], v.shape[-3])
+        heads = math.lcm(k.shape[-3], v.shape[-3])
         k, v = to_heads(k, heads), to_heads(v, heads)
     return strided(q), strided(k), strided(v)
 

@@ -1,4 +1,4 @@
-"""Numbers about heads, streamed: blocks of queries at a time, never queries x keys.
+"""Numbers about heads, streamed: blocks of queries at a time, never queries x keys. They are in at least fp32.
 
 Where gradients are asked for, a block is computed anew in backward instead of being kept.
 """
@@ -13,6 +13,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from polyhead._torch import under_transform
 from polyhead.kernels.call import Call
 from polyhead.kernels.reference import weights
 
@@ -44,7 +45,7 @@ class Part(NamedTuple):
         return torch.Size((*sizes.batch, *(size if index is None else len(index) for index, size in chosen)))
 
     def weights(self, queries: Int[Tensor, " rows"] | None = None) -> Float[Tensor, "... heads queries keys"]:
-        """The weights, of all queries that are looked at or of these."""
+        """The weights, of all queries that are looked at or of these, in at least fp32."""
         p = weights(self.call, self.queries if queries is None else queries, self.heads)
         if self.moved is not None:
             moved = self.moved if self.heads is None else self.moved.index_select(-2, self.heads)
@@ -64,11 +65,17 @@ def _blocks(part: Part, measure: Block[Answer]) -> Iterator[tuple[slice, Answer]
     def block(chosen: Tensor) -> Answer:
         return measure(part.weights(chosen), chosen[:, None] + (sizes.keys - sizes.queries), keys)
 
-    learns = torch.is_grad_enabled() and (part.call.q.requires_grad or part.call.k.requires_grad)
+    learns = torch.is_grad_enabled() and not under_transform() and _learned(part)
     for begin in range(0, max(len(queries), 1), rows):
         chosen = queries[begin : begin + rows]
         answer: Answer = checkpoint(block, chosen, use_reentrant=False) if learns else block(chosen)
         yield slice(begin, begin + len(chosen)), answer
+
+
+def _learned(part: Part) -> bool:
+    call = part.call
+    sources = (call.q, call.k, call.table, call.bias, call.sink, part.moved, *call.score.parameters())
+    return any(x is not None and x.requires_grad for x in sources)
 
 
 def _each_query(part: Part, measure: Block[Tensor]) -> Tensor:
@@ -119,36 +126,38 @@ def top(part: Part, k: int) -> tuple[Float[Tensor, "... heads queries k"], Int[T
 def heatmap(part: Part, size: int) -> Float[Tensor, "... heads height width"]:
     """The weights averaged to at most size x size cells."""
     height, width = (min(size, max(n, 1)) for n in part.shape[-2:])
-    down, across = _cells(part.shape[-2], height, part.call.q), _cells(part.shape[-1], width, part.call.q)
-    total = part.call.q.new_zeros((*part.shape[:-2], height, width))
+    wide, device = torch.promote_types(part.call.q.dtype, torch.float32), part.call.q.device
+    down, across = (
+        _cells(n, cells, device).to(wide) for n, cells in zip(part.shape[-2:], (height, width), strict=True)
+    )
+    total = torch.zeros((*part.shape[:-2], height, width), dtype=wide, device=device)
     for rows, answer in _blocks(part, lambda p, query, key: p @ across):
         total = total + down[rows].T @ answer
     return total
 
 
-def _cells(items: int, cells: int, like: Tensor) -> Float[Tensor, "items cells"]:
+def _cells(items: int, cells: int, device: torch.device) -> Float[Tensor, "items cells"]:
     """A matrix that averages items in `cells` equal groups."""
-    group = torch.arange(items, device=like.device) * cells // max(items, 1)
-    member = (group[:, None] == torch.arange(cells, device=like.device)).to(like.dtype)
+    group = torch.arange(items, device=device) * cells // max(items, 1)
+    member = (group[:, None] == torch.arange(cells, device=device)).double()
     return member / member.sum(0).clamp(min=1)
 
 
 def diversity(part: Part) -> Float[Tensor, "... heads heads"]:
     """How differently two heads attend: the squared Hellinger distance 1 − Σ √(p p′), averaged over queries.
 
-    0: the same weights everywhere; 1: no key in common. Queries without any key do not count.
+    Each query's weights are brought to the sum 1 first: a sink's share, or keys that are not looked at, do not count,
+    and neither do queries without any key. 0: the same weights everywhere; 1: no key in common.
     """
 
     def overlap(p: Tensor, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        live = (p.sum(-1) > 0).to(p.dtype)
-        # a sink's share is a key that all heads have
-        rest = (1 - p.sum(-1, keepdim=True)).clamp(min=0) if part.call.sink is not None else p[..., :0]
-        root = _positive(torch.cat((p, rest), -1)).sqrt().flatten(-2)
-        return root @ root.transpose(-2, -1), live @ live.transpose(-2, -1)
+        total = p.sum(-1, keepdim=True)
+        root = (_positive(p) / _positive(total)).sqrt() * (p > 0)
+        live = (total[..., 0] > 0).to(p.dtype)
+        return root.flatten(-2) @ root.flatten(-2).transpose(-2, -1), live @ live.transpose(-2, -1)
 
     parts = [answer for _, answer in _blocks(part, overlap)]
-    shared, queries = (sum(column) for column in zip(*parts, strict=True))
-    assert isinstance(shared, Tensor) and isinstance(queries, Tensor)
+    shared, queries = (torch.stack(column).sum(0) for column in zip(*parts, strict=True))
     return 1 - shared / queries.clamp(min=1)
 
 
@@ -156,11 +165,13 @@ def moved_by(
     v: Float[Tensor, "... value_heads keys dim"], join: Float[Tensor, "... heads out dim"] | None, heads: int
 ) -> Float[Tensor, "... heads keys"]:
     """The norm of what each head moves when it puts a weight of 1 on a key: |W_O v| (Kobayashi 2020)."""
+    v = v.to(torch.promote_types(v.dtype, torch.float32))
     group = heads // v.shape[-3]
     if join is None:
         norm: Tensor = v.norm(dim=-1)
         return norm.repeat_interleave(group, -2)
     # |W v|² = vᵀ (WᵀW) v: the small product spares the wide one
+    join = join.to(v.dtype)
     gram = (join.transpose(-2, -1) @ join).unflatten(-3, (-1, group))
     values = v.unsqueeze(-3)
     squares: Tensor = ((values @ gram) * values).sum(-1)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -19,11 +21,11 @@ class Reference:
         return None
 
     def __call__(self, call: Call) -> Result:
-        weights, lse = softmax(scores(call))
+        p, lse = softmax(scores(call))
         if call.dropout > 0:
-            weights = weights * kept(call) / (1 - call.dropout)
-        values = to_heads(call.v, call.q.shape[-3]).to(weights.dtype)
-        return (weights @ values).to(call.v.dtype), lse
+            p = p * kept(call) / (1 - call.dropout)
+        with torch.autocast(p.device.type, enabled=False):
+            return (p @ to_heads(call.v, call.q.shape[-3]).to(p.dtype)).to(call.v.dtype), lse
 
 
 def scores(
@@ -37,7 +39,8 @@ def scores(
     q = _chosen(_chosen(call.q, -3, heads), -2, queries)
     k = to_heads(call.k, number) if heads is None else call.k.index_select(-3, heads // (number // call.k.shape[-3]))
     wide = torch.promote_types(q.dtype, torch.float32)
-    s: Tensor = call.score(q.to(wide), k.to(wide))
+    with torch.autocast(device.type, enabled=False):
+        s: Tensor = call.score(q.to(wide), k.to(wide))
     key, position = torch.arange(keys, device=device), row[:, None] + (keys - rows)
     if call.table is not None:
         s = s + _chosen(call.table, -2, heads).to(wide)[..., key - position + (keys - 1)]
@@ -56,11 +59,11 @@ def _chosen(x: Tensor, axis: int, index: Tensor | None) -> Tensor:
 def weights(
     call: Call, queries: Int[Tensor, " rows"] | None = None, heads: Int[Tensor, " some"] | None = None
 ) -> Float[Tensor, "... heads queries keys"]:
-    """The weights that the values are summed with, before dropout; of all queries and heads, or of those chosen."""
+    """The weights that the values are summed with, before dropout, in at least fp32; of all queries and heads or some."""
     p, lse = softmax(scores(call, queries, heads))
     if call.sink is not None:
         p = p * through_sink(lse, _chosen(call.sink, -1, heads))
-    return p.to(call.q.dtype)
+    return p
 
 
 def softmax(s: Float[Tensor, "... keys"]) -> tuple[Float[Tensor, "... keys"], Float[Tensor, "..."]]:
@@ -69,9 +72,9 @@ def softmax(s: Float[Tensor, "... keys"]) -> tuple[Float[Tensor, "... keys"], Fl
         return s, s.new_full(s.shape[:-1], -torch.inf)
     empty = s.amax(-1) == -torch.inf
     safe = s.masked_fill(empty[..., None], 0.0)
-    lse = safe.logsumexp(-1)
-    weights = (safe - lse[..., None]).exp().masked_fill(empty[..., None], 0.0)
-    return weights, lse.masked_fill(empty, -torch.inf)
+    # not exp(s - lse), which loses the log of the number of keys where all scores are far from zero
+    p = safe.softmax(-1).masked_fill(empty[..., None], 0.0)
+    return p, safe.logsumexp(-1).masked_fill(empty, -torch.inf)
 
 
 def kept(call: Call) -> Tensor:
@@ -79,7 +82,7 @@ def kept(call: Call) -> Tensor:
     assert call.seed is not None
     batch, heads, queries, keys = call.sizes
     device = call.q.device
-    number = torch.arange(call.q.shape[:-2].numel(), device=device).reshape(*batch, heads, 1, 1)
+    number = torch.arange(math.prod((*batch, heads)), device=device).reshape(*batch, heads, 1, 1)
     return keeps(
         call.seed,
         number,
@@ -93,4 +96,6 @@ def through_sink(
     lse: Float[Tensor, "... heads queries"], sink: Float[Tensor, "... heads"]
 ) -> Float[Tensor, "... heads queries 1"]:
     """The share of attention that does not go to the sink: e^lse / (e^lse + e^sink)."""
-    return torch.sigmoid(lse - sink.to(lse.dtype)[..., :, None])[..., None]
+    share = torch.sigmoid(lse - sink.to(lse.dtype)[..., :, None])
+    # -inf - -inf is not a number
+    return share.masked_fill(lse == -torch.inf, 0.0)[..., None]

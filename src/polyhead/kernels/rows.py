@@ -38,10 +38,7 @@ class _Gather(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, live: Live) -> Tensor:
         ctx.live = live
         rows = x.reshape(-1, x.shape[-1])
-        out = rows.new_empty(len(live.rows) + 1, rows.shape[-1])
-        torch.index_select(rows, 0, live.rows, out=out[:-1])
-        out[-1] = 0
-        return out
+        return torch.cat((rows.index_select(0, live.rows), rows.new_zeros(1, rows.shape[-1])))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
@@ -60,7 +57,5 @@ class _Spread(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         live, rows = ctx.live, grad.reshape(-1, grad.shape[-1])
-        out = rows.new_empty(len(live.rows) + 1, rows.shape[-1])
-        torch.index_select(rows, 0, live.rows, out=out[:-1])
-        out[-1] = rows.index_select(0, live.dead).sum(0)
-        return out, None
+        nothing = rows.index_select(0, live.dead).sum(0, keepdim=True)
+        return torch.cat((rows.index_select(0, live.rows), nothing)), None

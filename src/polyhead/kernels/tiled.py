@@ -12,13 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from polyhead.kernels.call import Call, Result, flat, under_transform
+from polyhead.kernels.call import Call, Result, flat
 from polyhead.kernels.dropout import keeps
-from polyhead.kernels.fused import WIDTHS, even, strided
+from polyhead.kernels.fused import comparable, even, flash, refuses, strided
 from polyhead.kernels.tiles import Tile, plan
 from polyhead.score import Dot
 
-_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 
@@ -28,13 +27,7 @@ class Tiled:
     name = "tiled"
 
     def refuses(self, call: Call) -> str | None:
-        if type(call.score) is not Dot:
-            return f"it computes dot products, and score is {type(call.score).__name__}"
-        if not (call.q.numel() and call.k.numel() and call.v.numel()):
-            return "a tensor is empty"
-        if under_transform():
-            return "it has no rules for torch.func transforms"
-        return None
+        return refuses(call)
 
     def __call__(self, call: Call) -> Result:
         batch, _, queries, keys = sizes = call.sizes
@@ -44,7 +37,7 @@ class Tiled:
         mask = None if call.over.exact else _rows(call.over.mask(sizes, device), batch, 3)
         bias = None if call.bias is None else _rows(call.bias, batch, 3)
         learned = any(x is not None and x.requires_grad for x in (call.table, call.bias)) and torch.is_grad_enabled()
-        plain = learned or call.dropout > 0 or device.type != "cpu" or not 1 / WIDTHS <= width / dim <= WIDTHS
+        plain = learned or call.dropout > 0 or device.type != "cpu" or not comparable(dim, width)
         q, k, v = (call.q, call.k, call.v) if plain else even(call.q, call.k, call.v)
         out, lse = torch.ops.polyhead.tiled(
             flat(q),
@@ -67,9 +60,10 @@ class Tiled:
 
 def _rows(x: Tensor, batch: tuple[int, ...], own: int) -> Tensor:
     """(rows, *own axes): one row for the whole batch where `x` is the same for all of it."""
-    lead, rest = x.shape[:-own], x.shape[max(x.dim() - own, 0) :]
-    rest = torch.Size((1,) * (own - len(rest))) + rest
-    if lead.numel() == 1 and all(n == 1 for n in lead):
+    shape = tuple(x.shape)
+    shape = (1,) * (own - len(shape)) + shape
+    rest = shape[len(shape) - own :]
+    if all(n == 1 for n in shape[: len(shape) - own]):
         return x.reshape(1, *rest)
     return x.expand(*batch, *rest).reshape(-1, *rest)
 
@@ -84,10 +78,11 @@ class _Work:
         self.first, self.stop, self.mask, self.table, self.bias = first, stop, mask, table, bias
         self.seed, self.scale, self.dropout, self.plain = seed, scale, dropout, plain
         self.queries, self.keys, self.heads = q.shape[-2], keys, q.shape[-3]
-        self.dtype = torch.promote_types(q.dtype, torch.float32) if plain else q.dtype
+        # what is added may be beyond a half's range
+        self.dtype = torch.promote_types(q.dtype, torch.float32)
         self.device = q.device
-        self._bands: dict[tuple[int, bytes, bytes], Tensor] = {}
-        low, high = first.cpu().numpy(), stop.cpu().numpy()
+        self._last_band: tuple[tuple[int, bytes, bytes], Tensor] | None = None
+        low, high = (bound.cpu().numpy().clip(0, keys) for bound in (first, stop))
         self.tiles = plan(low, high, q.shape[0], whole=not plain)
         self._low, self._high = low, high
 
@@ -105,17 +100,17 @@ class _Work:
         return add
 
     def _band(self, tile: Tile) -> Tensor:
-        """(1, 1, queries, keys) of 0 and -inf; sliding tiles of one outline share it."""
+        """(1, 1, queries, keys) of 0 and -inf; tiles of one outline that follow each other share it."""
         row = 0 if len(self._low) == 1 else tile.b0
         low = self._low[row, tile.q0 : tile.q1] - tile.k0
         high = self._high[row, tile.q0 : tile.q1] - tile.k0
         known = (tile.k1 - tile.k0, low.tobytes(), high.tobytes())
-        if known not in self._bands:
+        if self._last_band is None or self._last_band[0] != known:
             key = torch.arange(tile.k1 - tile.k0, device=self.device)
             low_, high_ = (torch.from_numpy(x.copy()).to(self.device)[:, None] for x in (low, high))
             band = torch.zeros(1, 1, tile.q1 - tile.q0, len(key), dtype=self.dtype, device=self.device)
-            self._bands[known] = band.masked_fill_((key < low_) | (key >= high_), -torch.inf)
-        return self._bands[known]
+            self._last_band = known, band.masked_fill_((key < low_) | (key >= high_), -torch.inf)
+        return self._last_band[1]
 
     def _diagonals(self, tile: Tile) -> Tensor:
         """For each pair of a tile, the entry of the table that its distance has."""
@@ -249,18 +244,19 @@ def _tiled(
     out, lse = _outputs(q, v)
     out.zero_()
     lse.fill_(-torch.inf)
-    for tile in work.tiles:
-        parts = _queries(q, tile), _keys(k, tile), _keys(v, tile)
-        add = work.additive(tile)
-        if plain:
-            tq, tk, tv = (x.to(work.dtype) for x in parts)
-            o, n = _forward_plain(tq, tk, tv, add, work.kept(tile), work)
-        else:
-            o, n = _flash(*parts, 0.0, tile.shape == "causal", attn_mask=add, scale=scale)
-            empty = _empty(add)
-            n = n if empty is None else n.masked_fill(empty, -torch.inf)
-        _queries(out, tile).copy_(o)
-        _queries(lse, tile).copy_(n)
+    with torch.autocast(q.device.type, enabled=False):
+        for tile in work.tiles:
+            parts = _queries(q, tile), _keys(k, tile), _keys(v, tile)
+            add = work.additive(tile)
+            if plain:
+                tq, tk, tv = (x.to(work.dtype) for x in parts)
+                o, n = _forward_plain(tq, tk, tv, add, work.kept(tile), work)
+            else:
+                o, n = flash(*parts, 0.0, tile.shape == "causal", attn_mask=add, scale=scale)
+                empty = _empty(add)
+                n = n if empty is None else n.masked_fill(empty, -torch.inf)
+            _queries(out, tile).copy_(o)
+            _queries(lse, tile).copy_(n)
     return out, lse
 
 
@@ -292,19 +288,20 @@ def _tiled_backward(
     # a row without keys has no gradient: with lse 0 its weights are exp(-inf) = 0, not exp(-inf + inf)
     lse = lse.masked_fill(lse == -torch.inf, 0.0)
     d_out = strided(d_out)
-    for tile in work.tiles:
-        given = _queries(d_out, tile), None if d_lse is None else _queries(d_lse, tile)
-        parts = _queries(q, tile), _keys(k, tile), _keys(v, tile), _queries(out, tile)
-        add, n = work.additive(tile), _queries(lse, tile)
-        if plain:
-            g, tq, tk, tv, o = (x.to(work.dtype) for x in (given[0], *parts))
-            tq, tk, tv, ds = _backward_plain(g, given[1], tq, tk, tv, o, n, add, work.kept(tile), work)
-            work.give_back(tile, ds, d_table, d_bias)
-        else:
-            tq, tk, tv = _backward_flash(*given, *parts, n, add, tile, work)
-        _queries(dq, tile).copy_(tq)
-        _keys(dk, tile).add_(tk)
-        _keys(dv, tile).add_(tv)
+    with torch.autocast(q.device.type, enabled=False):
+        for tile in work.tiles:
+            given = _queries(d_out, tile), None if d_lse is None else _queries(d_lse, tile)
+            parts = _queries(q, tile), _keys(k, tile), _keys(v, tile), _queries(out, tile)
+            add, n = work.additive(tile), _queries(lse, tile)
+            if plain:
+                g, tq, tk, tv, o = (x.to(work.dtype) for x in (given[0], *parts))
+                tq, tk, tv, ds = _backward_plain(g, given[1], tq, tk, tv, o, n, add, work.kept(tile), work)
+                work.give_back(tile, ds, d_table, d_bias)
+            else:
+                tq, tk, tv = _backward_flash(*given, *parts, n, add, tile, work)
+            _queries(dq, tile).copy_(tq)
+            _keys(dk, tile).add_(tk)
+            _keys(dv, tile).add_(tv)
     return dq, dk.to(k.dtype), dv.to(v.dtype), d_table, d_bias
 
 

@@ -9,11 +9,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from polyhead._torch import numbers_hidden
 from polyhead.attend import Explanation, explained, prepare, run
 from polyhead.heads import Heads, Origin
-from polyhead.kernels.call import Call, under_transform
+from polyhead.kernels.call import Call
 from polyhead.kernels.rows import Live
-from polyhead.neighbourhood import Neighbourhood, neighbourhood
+from polyhead.neighbourhood import Neighbourhood, Sizes, neighbourhood
+from polyhead.nn import surgery
 from polyhead.nn.cache import KeyValueCache
 from polyhead.position import Position
 from polyhead.score import Dot, Score
@@ -48,7 +50,10 @@ class MultiHeadAttention(nn.Module):
 
     sink: Tensor | None
     gate: Tensor | None
-    """Optional: set to one number a head, a tensor or an `nn.Parameter`, that multiplies the head's output."""
+    """Optional: set to one number a head, that multiplies the head's output: a tensor, or an `nn.Parameter` to train it.
+
+    `state_dict` has it. A layer without one gets a fixed one on loading: set a parameter before, to go on training.
+    """
 
     def __init__(
         self,
@@ -70,7 +75,20 @@ class MultiHeadAttention(nn.Module):
         dropout: float = 0.0,
     ) -> None:
         super().__init__()
-        _check_sizes(locals())
+        _check_sizes(
+            d_model=d_model, num_heads=num_heads, kv_heads=kv_heads, head_dim=head_dim, value_dim=value_dim, d_key=d_key,
+            d_value=d_value, d_out=d_out,
+        )  # fmt: skip
+        if head_dim is None and d_model % num_heads:
+            raise ValueError(
+                f"num_heads: {num_heads} does not divide d_model {d_model}; "
+                f"pass head_dim={d_model // num_heads or 1} (any head_dim will do), or another num_heads"
+            )
+        if kv_heads is not None and num_heads % kv_heads:
+            raise ValueError(
+                f"kv_heads: {kv_heads} does not divide num_heads {num_heads}; heads share keys and values in groups of one size"
+            )
+        _check_choices(score, position, sink, combine, d_out, dropout)
         self.d_model, self.num_heads = d_model, num_heads
         self.kv_heads = self.value_heads = kv_heads or num_heads
         self.head_dim = head_dim or d_model // num_heads
@@ -88,17 +106,18 @@ class MultiHeadAttention(nn.Module):
         self.o_proj = nn.Linear(num_heads * self.value_dim, d_out or d_model, bias) if combine == "project" else None
         self.q_norm = nn.RMSNorm(self.head_dim) if qk_norm else None
         self.k_norm = nn.RMSNorm(self.head_dim) if qk_norm else None
+        self._sink_start = 0.0 if sink is None or sink == "learned" else float(sink)
         if sink == "learned":
-            self.sink = nn.Parameter(torch.zeros(num_heads))
+            self.sink = nn.Parameter(torch.empty(num_heads))
         else:
-            self.register_buffer(
-                "sink", None if sink is None else torch.full((num_heads,), float(sink)), persistent=False
-            )
+            self.register_buffer("sink", None if sink is None else torch.empty(num_heads))
         self.register_buffer("gate", None)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the projections' weights anew."""
+        """Draw the projections' weights anew, and set the sink to where it starts."""
+        if self.sink is not None:
+            nn.init.constant_(self.sink, self._sink_start)
         for linear in (self.q_proj, self.k_proj, self.v_proj, self.o_proj):
             if isinstance(linear, nn.Linear):
                 nn.init.xavier_uniform_(linear.weight)
@@ -130,9 +149,15 @@ class MultiHeadAttention(nn.Module):
         """
         if torch_words:
             raise _untranslated(torch_words)
+        if cache is not None and not isinstance(cache, KeyValueCache):
+            raise ValueError(f"cache: it is {type(cache).__name__}; it must be one made by mha.cache(batch, length)")
         call, live = self._call(query, key, value, over, bias, cache)
         out, gate, o_proj = run(call), self.gate, self.o_proj
         if gate is not None:
+            if gate.shape != (self.num_heads,):
+                raise ValueError(
+                    f"gate: its shape is {tuple(gate.shape)}; it must be one number a head, ({self.num_heads},)"
+                )
             out = out * gate[:, None, None].to(out.dtype)
         join = None if o_proj is None else o_proj.weight
         return self._combine(out, live), Heads(call, Origin(out, join, gate), cache)
@@ -146,12 +171,12 @@ class MultiHeadAttention(nn.Module):
         *,
         bias: Float[Tensor, "... #heads #queries #keys"] | None = None,
     ) -> Explanation:
-        """Which kernel a call with these arguments takes, and why the faster ones refuse."""
-        return explained(self._call(query, key, value, over, bias, None)[0])
+        """Which kernel a call with these arguments takes, and why the faster ones refuse. No attention is computed."""
+        return explained(self._call(query, key, value, over, bias, None, seed=0)[0])
 
     def _call(
         self, query: Tensor, key: Tensor | None, value: Tensor | None, over: Neighbourhood | Tensor | None,
-        bias: Tensor | None, cache: KeyValueCache | None,
+        bias: Tensor | None, cache: KeyValueCache | None, seed: int | None = None,
     ) -> tuple[Call, Live | None]:  # fmt: skip
         """Project, place and remember: everything before the attention."""
         to_itself = key is None or key is query
@@ -159,7 +184,7 @@ class MultiHeadAttention(nn.Module):
         value = key if value is None else value
         self._check_inputs(query, key, value)
         within = neighbourhood(over).within(to_itself)
-        live = _live(within, query) if to_itself and value is key and cache is None else None
+        live = _live(within, query, self.num_heads) if to_itself and value is key and cache is None else None
         if live is not None:
             rows = live.gather(query)
             q, k, v = live.spread(self.q_proj(rows)), live.spread(self.k_proj(rows)), live.spread(self.v_proj(rows))
@@ -173,11 +198,21 @@ class MultiHeadAttention(nn.Module):
             filled = 0 if cache is None else cache.length
             q = position.rotate(q, filled + k.shape[-2] - q.shape[-2])
             k = position.rotate(k, filled)
+        if v.dtype != k.dtype:
+            # under autocast, where there is no W_V to narrow the values
+            v = v.to(k.dtype)
         if cache is not None:
             cache.append(k, v)
             k, v = cache.k, cache.v
-        dropout = self.dropout if self.training else 0.0
-        call = prepare(q, k, v, within, self.score, position, bias, self.sink, dropout, None, rotated=True)
+        try:
+            call = prepare(
+                q, k, v, over=within, score=self.score, position=position, bias=bias, sink=self.sink,
+                dropout=self.dropout if self.training else 0.0, seed=seed, rotated=True,
+            )  # fmt: skip
+        except ValueError:
+            if cache is not None:
+                cache.length -= key.shape[-2]
+            raise
         return call, live
 
     def _combine(self, out: Float[Tensor, "... heads queries value_dim"], live: Live | None) -> Tensor:
@@ -192,14 +227,19 @@ class MultiHeadAttention(nn.Module):
         projected: Tensor = self.o_proj(joined)
         return projected
 
-    def cache(self, batch: int | tuple[int, ...] | None = None, length: int = 0) -> KeyValueCache:
-        """Room for `length` keys and values of a batch; None for input without a batch axis."""
+    def cache(
+        self, batch: int | tuple[int, ...] | None, length: int, *, dtype: torch.dtype | None = None
+    ) -> KeyValueCache:
+        """Room for `length` keys and values of a batch; None for input without a batch axis.
+
+        The dtype is that of the weights unless given, as it must be under autocast.
+        """
         lead = () if batch is None else (batch,) if isinstance(batch, int) else tuple(batch)
         if length < 1 or any(n < 1 for n in lead):
             raise ValueError(f"batch, length: they are {batch} and {length}; both must be 1 or more")
         like = self.k_proj.weight
-        k = like.new_empty(*lead, self.kv_heads, length, self.head_dim, requires_grad=False)
-        v = like.new_empty(*lead, self.value_heads, length, self.value_dim, requires_grad=False)
+        k = like.new_empty(*lead, self.kv_heads, length, self.head_dim, dtype=dtype)
+        v = like.new_empty(*lead, self.value_heads, length, self.value_dim, dtype=dtype)
         return KeyValueCache(k, v)
 
     def _check_inputs(self, query: Tensor, key: Tensor, value: Tensor) -> None:
@@ -223,23 +263,17 @@ class MultiHeadAttention(nn.Module):
 
         Prune before an optimizer is made: the projections get new, smaller parameters.
         """
-        from polyhead.nn.surgery import prune
-
-        prune(self, heads)
+        surgery.prune(self, heads)
 
     def merged(self) -> MultiHeadAttention:
         """The same function without W_V: attention is linear in its values, so W_V is folded into W_O.
 
         Every head sums the inputs themselves. Fewer maps, but wider heads: for understanding, not for speed.
         """
-        from polyhead.nn.surgery import merged
-
-        return merged(self)
+        return surgery.merged(self)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        from polyhead.nn.surgery import before_loading
-
-        before_loading(self, state_dict, prefix)
+        surgery.before_loading(self, state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def extra_repr(self) -> str:
@@ -251,44 +285,41 @@ def _split(x: Float[Tensor, "... items heads_dim"], heads: int) -> Float[Tensor,
     return x.view(*x.shape[:-1], heads, x.shape[-1] // heads).transpose(-3, -2)
 
 
-def _live(over: Neighbourhood, query: Tensor) -> Live | None:
+def _live(over: Neighbourhood, query: Tensor, heads: int) -> Live | None:
     """Which rows of a padded batch to project; None for all."""
-    if torch.compiler.is_compiling() or under_transform():
+    if numbers_hidden():
         return None
+    over.check(Sizes(tuple(query.shape[:-2]), heads, query.shape[-2], query.shape[-2]))
     real = over.real_queries(query.shape[:-1])
     if real is None or not real.numel() or real.sum() > _FULL * real.numel():
         return None
     return Live(real)
 
 
-def _check_sizes(given: dict[str, Any]) -> None:
-    d_model, num_heads, kv_heads = given["d_model"], given["num_heads"], given["kv_heads"]
-    for name in ("d_model", "num_heads", "kv_heads", "head_dim", "value_dim", "d_key", "d_value", "d_out"):
-        size = given[name]
+def _check_sizes(**sizes: object) -> None:
+    for name, size in sizes.items():
         if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
             raise ValueError(f"{name}: it is {size!r}; it must be a whole number, 1 or more")
-    if given["head_dim"] is None and d_model % num_heads:
-        raise ValueError(
-            f"num_heads: {num_heads} does not divide d_model {d_model}; "
-            f"pass head_dim={d_model // num_heads or 1} (any head_dim will do), or another num_heads"
-        )
-    if kv_heads is not None and num_heads % kv_heads:
-        raise ValueError(
-            f"kv_heads: {kv_heads} does not divide num_heads {num_heads}; heads share keys and values in groups of one size"
-        )
-    if given["combine"] not in ("project", "concat", "mean"):
-        raise ValueError(f"combine: it is {given['combine']!r}; it must be 'project', 'concat' or 'mean'")
-    if given["d_out"] is not None and given["combine"] != "project":
-        raise ValueError(
-            f"d_out: it is {given['d_out']}, but combine={given['combine']!r} maps nothing; its width follows from the heads"
-        )
-    if not 0 <= given["dropout"] < 1:
-        raise ValueError(f"dropout: it is {given['dropout']}; it must be at least 0 and less than 1")
-    if given["score"] != "dot" and not isinstance(given["score"], Score):
-        raise ValueError(f"score: it is {given['score']!r}; it must be 'dot' or a Score")
-    sink = given["sink"]
-    if sink is not None and sink != "learned" and (isinstance(sink, (str, bool)) or not isinstance(sink, (int, float))):
+
+
+def _check_choices(
+    score: object, position: object, sink: object, combine: object, d_out: int | None, dropout: object
+) -> None:
+    if score != "dot" and not isinstance(score, Score):
+        raise ValueError(f"score: it is {score!r}; it must be 'dot' or a Score")
+    if position is not None and not isinstance(position, Position):
+        raise ValueError(f"position: it is {position!r}; it must be a Position such as Rotary()")
+    number = isinstance(sink, (int, float)) and not isinstance(sink, bool)
+    if sink is not None and sink != "learned" and not number:
         raise ValueError(f"sink: it is {sink!r}; it must be a number or 'learned'")
+    if combine not in ("project", "concat", "mean"):
+        raise ValueError(f"combine: it is {combine!r}; it must be 'project', 'concat' or 'mean'")
+    if d_out is not None and combine != "project":
+        raise ValueError(
+            f"d_out: it is {d_out}, but combine={combine!r} maps nothing; its width follows from the heads"
+        )
+    if not isinstance(dropout, (int, float)) or not 0 <= dropout < 1:
+        raise ValueError(f"dropout: it is {dropout!r}; it must be at least 0 and less than 1")
 
 
 _TRANSLATIONS = {

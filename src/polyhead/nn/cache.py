@@ -40,6 +40,16 @@ class KeyValueCache:
                 f"cache: it is full: {self.length} of {self.capacity} places are filled and {new} more do not fit; "
                 "make it longer with mha.cache(batch, length), or go back with cache.truncate(length)"
             )
+        if k.dtype != self._k.dtype:
+            raise ValueError(
+                f"cache: it holds {self._k.dtype}, but the keys are {k.dtype}; "
+                f"make it with mha.cache(batch, length, dtype={k.dtype}), as under autocast"
+            )
+        if k.shape[-1] != self._k.shape[-1] or v.shape[-1] != self._v.shape[-1]:
+            raise ValueError(
+                f"cache: it was made for heads of {self._k.shape[-1]} and {self._v.shape[-1]} features, "
+                f"but the layer has {k.shape[-1]} and {v.shape[-1]}"
+            )
         if k.shape[:-2] != self._k.shape[:-2]:
             raise ValueError(
                 f"cache: it was made for (..., heads) = {tuple(self._k.shape[:-2])}, but the input gives {tuple(k.shape[:-2])}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import operator
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -20,18 +21,20 @@ KEPT = "kept_heads"
 def prune(layer: MultiHeadAttention, heads: Sequence[int]) -> None:
     """Remove these heads of a layer, numbered as they are now."""
     number = layer.num_heads
-    gone = sorted({int(head) for head in heads})
+    try:
+        gone = sorted({operator.index(head) for head in heads})
+    except TypeError:
+        raise ValueError(f"heads: {heads!r} must be numbers of heads, such as [2, 5]") from None
     if any(not 0 <= head < number for head in gone):
         raise ValueError(f"heads: {list(heads)} has a number that is no head; they are 0 to {number - 1}")
     if len(gone) == number:
         raise ValueError(f"heads: {gone} are all {number} heads; at least one must stay")
     if not gone:
         return
-    kept = torch.tensor([head for head in range(number) if head not in gone])
-    if layer.kv_heads == number:
-        kept_kv = kept
-    else:
-        kept_kv = _whole_groups(gone, number, layer.kv_heads)
+    for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+        _check_plain(layer, name)
+    kept = _numbers([head for head in range(number) if head not in gone])
+    kept_kv = kept if layer.kv_heads == number else _whole_groups(gone, number, layer.kv_heads)
     before = getattr(layer, KEPT, None)
     _keep_rows(layer.q_proj, _places(kept, layer.head_dim))
     _keep_rows(layer.k_proj, _places(kept_kv, layer.head_dim))
@@ -45,9 +48,22 @@ def prune(layer: MultiHeadAttention, heads: Sequence[int]) -> None:
         if one_a_head is not None:
             setattr(layer, name, _like(one_a_head, one_a_head[kept.to(one_a_head.device)]))
     if layer.position is not None:
+        # another layer may share the position, and keeps all its heads
+        layer.position = copy.deepcopy(layer.position)
         layer.position.keep_heads(kept)
     layer.num_heads, layer.kv_heads = len(kept), len(kept_kv)
     layer.register_buffer(KEPT, kept if before is None else before[kept])
+
+
+def _numbers(numbers: list[int]) -> Int[Tensor, " numbers"]:
+    return torch.tensor(numbers, device="cpu")
+
+
+def _check_plain(layer: MultiHeadAttention, name: str) -> None:
+    """Only a plain linear map can be cut; in a merged layer every head shares the values, and nothing is."""
+    module = getattr(layer, name)
+    if module is not None and type(module) not in (nn.Linear, nn.Identity, WithOne):
+        raise ValueError(f"{name}: it is {type(module).__name__}; it must be a plain nn.Linear to be cut or folded")
 
 
 def _whole_groups(gone: list[int], heads: int, kv_heads: int) -> Int[Tensor, " kept"]:
@@ -60,12 +76,12 @@ def _whole_groups(gone: list[int], heads: int, kv_heads: int) -> Int[Tensor, " k
             raise ValueError(
                 f"heads: {gone} breaks up the group {list(group)}, which shares one key-value head; prune whole groups of {size}"
             )
-    return torch.tensor([g for g, group in enumerate(groups) if group[0] not in gone])
+    return _numbers([g for g, group in enumerate(groups) if group[0] not in gone])
 
 
 def _places(heads: Int[Tensor, " kept"], dim: int) -> Int[Tensor, " places"]:
     """The features of these heads among the features of all."""
-    return (heads[:, None] * dim + torch.arange(dim)).flatten()
+    return (heads[:, None] * dim + torch.arange(dim, device="cpu")).flatten()
 
 
 def _like(old: Tensor, new: Tensor) -> Tensor:
@@ -89,16 +105,18 @@ def _keep_columns(linear: nn.Linear, columns: Int[Tensor, " columns"]) -> None:
 
 def before_loading(layer: MultiHeadAttention, state_dict: dict[str, Any], prefix: str) -> None:
     """Make room in a fresh layer for what a `state_dict` says: heads that are gone, a gate that was set."""
-    kept = state_dict.get(prefix + KEPT)
-    own: Tensor | None = getattr(layer, KEPT, None)
-    if kept is not None and own is None:
-        prune(layer, [head for head in range(layer.num_heads) if head not in kept.tolist()])
-    gate = state_dict.get(prefix + "gate")
+    kept, gate = state_dict.get(prefix + KEPT), state_dict.get(prefix + "gate")
+    w_q = state_dict.get(prefix + "q_proj.weight")
+    if kept is not None and getattr(layer, KEPT, None) is None and w_q is not None:
+        whole = layer.num_heads * w_q.shape[0] == layer.q_proj.out_features * len(kept)
+        # a layer of another size is left as it is, and loading says which shapes differ
+        if whole and int(kept.max()) < layer.num_heads:
+            prune(layer, [head for head in range(layer.num_heads) if head not in kept.tolist()])
     if gate is not None and layer.gate is None:
         layer.gate = torch.ones_like(gate, device=layer.k_proj.weight.device)
 
 
-class _WithOne(nn.Module):
+class WithOne(nn.Module):
     """x with one more feature, of value 1: what a folded bias is multiplied with."""
 
     def __init__(self, features: int) -> None:
@@ -116,8 +134,11 @@ def merged(layer: MultiHeadAttention) -> MultiHeadAttention:
     """A layer that equals this one and has no W_V."""
     if layer.o_proj is None:
         raise ValueError(f"merged(): combine={layer.combine!r} has no W_O to fold W_V into; it needs combine='project'")
-    if not isinstance(layer.v_proj, nn.Linear):
+    if isinstance(layer.v_proj, (nn.Identity, WithOne)):
         raise ValueError("merged(): W_V is folded already")
+    _check_plain(layer, "v_proj")
+    _check_plain(layer, "o_proj")
+    assert isinstance(layer.v_proj, nn.Linear)
     heads, dim, group = layer.num_heads, layer.value_dim, layer.num_heads // layer.value_heads
     w_v, b_v, w_o = layer.v_proj.weight, layer.v_proj.bias, layer.o_proj.weight
     maps = w_v if b_v is None else torch.cat((w_v, b_v[:, None]), 1)
@@ -126,7 +147,8 @@ def merged(layer: MultiHeadAttention) -> MultiHeadAttention:
     folded = torch.einsum("ohd,hdv->ohv", w_o.unflatten(1, (heads, dim)), by_head).flatten(1).detach()
     new = copy.deepcopy(layer)
     new.value_heads, new.value_dim = 1, maps.shape[1]
-    new.v_proj = nn.Identity() if b_v is None else _WithOne(layer.d_value)
+    new.v_proj = nn.Identity() if b_v is None else WithOne(layer.d_value)
     assert new.o_proj is not None
-    new.o_proj.weight, new.o_proj.in_features = nn.Parameter(folded), folded.shape[1]
+    new.o_proj.weight = nn.Parameter(folded, w_o.requires_grad or w_v.requires_grad)
+    new.o_proj.in_features = folded.shape[1]
     return new

@@ -1,14 +1,25 @@
-"""Make a plain object a pytree: its tensors are the leaves, the rest is its structure."""
+"""What torch is doing around a call: compiling it, or transforming it; and how it sees through plain objects."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch.utils import _pytree as pytree
 
 
-def register(kind: type, *tensors: str) -> None:
-    """Let `vmap`, `export` and `compile` see through `kind`: the attributes named are its children, where they are not None."""
+def under_transform() -> bool:
+    """Whether torch.func (vmap, grad, jvp, …) or forward-mode differentiation is active: fused operators have no rules for them."""
+    return torch._C._functorch.peek_interpreter_stack() is not None or torch.autograd.forward_ad._current_level >= 0
+
+
+def numbers_hidden() -> bool:
+    """Whether the numbers in a tensor cannot be looked at: checks of values have to be left out."""
+    return torch.compiler.is_compiling() or under_transform()
+
+
+def register(kind: type, tensors: tuple[str, ...]) -> None:
+    """Make `kind` a pytree: the attributes named are its children, where they are not None; the rest is its structure."""
 
     def split(value: Any) -> tuple[dict[str, Any], Any]:
         fields = vars(value)
@@ -36,4 +47,11 @@ def register(kind: type, *tensors: str) -> None:
         unflatten,
         serialized_type_name=f"{kind.__module__}.{kind.__qualname__}",
         flatten_with_keys_fn=flatten_with_keys,
+        to_dumpable_context=lambda context: context,
+        from_dumpable_context=_as_tuples,
     )
+
+
+def _as_tuples(dumped: Any) -> Any:
+    """What was written as JSON with its lists as the tuples they were."""
+    return tuple(_as_tuples(item) for item in dumped) if isinstance(dumped, list) else dumped
