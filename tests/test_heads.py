@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from polyhead import ALiBi, Causal, Heads, MultiHeadAttention, Padding, RelativeBias, Segments, Window
+from polyhead import ALiBi, Causal, Heads, MultiHeadAttention, Padding, RelativeBias, Score, Segments, Window
 from polyhead.kernels import metrics
 
 NEIGHBOURHOODS = {
@@ -311,3 +311,104 @@ def test_pictures():
     page = heads._repr_html_()
     assert page.count("data:image/png;base64,") == 6
     assert "over=Causal()" in page
+
+
+def test_answers_raise_only_when_what_they_need_has_changed():
+    mha, x, _ = looked()
+    output, heads = mha(x)
+    output.sum().backward()
+    torch.optim.SGD(mha.parameters(), lr=0.1).step()
+    # the weights were computed from q and k, which no optimizer moves
+    assert heads.entropy().shape == (3, 6, 11)
+    assert heads.outputs.shape == (3, 6, 11, 5)
+    with pytest.raises(RuntimeError, match="this view is stale: W_O changed"):
+        heads.contribution()
+
+    keep = torch.rand(11, 11) > 0.4
+    for over, change in [
+        (keep, lambda: keep.fill_(True)),
+        (Segments(ids := torch.arange(11) // 4), lambda: ids.zero_()),
+        (Padding(lengths := torch.tensor([3, 11, 0])), lambda: lengths.fill_(5)),
+        (Causal() & Padding(more := torch.tensor([3, 11, 0])), lambda: more.fill_(5)),
+    ]:
+        _, heads = mha(x, over=over)
+        lasting = heads.detach()
+        wanted = heads.weights
+        change()
+        with pytest.raises(RuntimeError, match="this view is stale: over changed"):
+            _ = heads.weights
+        torch.testing.assert_close(lasting.weights, wanted)
+
+
+def test_a_score_of_ones_own_is_watched_and_copied():
+    class Sharp(Score):
+        def __init__(self):
+            super().__init__()
+            self.sharpness = nn.Parameter(torch.ones(()))
+
+        def forward(self, q, k):
+            return self.sharpness * (q @ k.transpose(-2, -1))
+
+    mha = MultiHeadAttention(30, 6, score=Sharp())
+    x = torch.randn(3, 11, 30)
+    _, heads = mha(x, over=Padding([3, 11, 0]))
+    assert mha.explain(x).kernel == "reference"
+    lasting, wanted = heads.detach(), heads.weights
+    (gradient,) = torch.autograd.grad(heads.entropy().sum(), mha.score.sharpness, retain_graph=True)
+    assert gradient.abs() > 0
+    torch.optim.SGD(mha.score.parameters(), lr=1.0).zero_grad()
+    with torch.no_grad():
+        mha.score.sharpness.mul_(5)
+    with pytest.raises(RuntimeError, match="this view is stale: score changed"):
+        _ = heads.weights
+    torch.testing.assert_close(lasting.weights, wanted)
+
+
+def test_inference_mode_watches_the_cache():
+    mha = MultiHeadAttention(30, 6).eval()
+    with torch.inference_mode():
+        cache = mha.cache(3, 11)
+        _, heads = mha(torch.randn(3, 5, 30), cache=cache)
+        cache.truncate(2)
+        with pytest.raises(RuntimeError, match="stale: cache"):
+            _ = heads.weights
+
+
+def test_what_would_change_nothing_is_refused_and_what_is_known_is_free(monkeypatch):
+    _, _, heads = looked()
+    with pytest.raises(AttributeError, match=r"zero_\(\) would change nothing"):
+        heads.zero_()
+    with pytest.raises(RuntimeError, match="ambiguous"):
+        bool(heads)
+    monkeypatch.setattr(metrics, "weights", None)
+    assert heads.requires_grad
+    assert heads.numel() == 3 * 6 * 11 * 11
+
+
+def test_numbers_stay_wide_in_half_precision():
+    mha = MultiHeadAttention(16, 2).eval()
+    x = torch.randn(1, 2000, 16)
+    with torch.no_grad():
+        _, exact = mha(x)
+        _, half = mha.half()(x.half())
+        assert half.weights.dtype == torch.float16
+        for measure in (lambda h: h.entropy(), lambda h: h.distance(), lambda h: h.received(), lambda h: h.diversity()):
+            torch.testing.assert_close(measure(half), measure(exact), atol=2e-2, rtol=2e-2)
+            assert measure(half).dtype == torch.float32
+
+
+def test_diversity_does_not_count_sinks_and_empty_rows():
+    mha = MultiHeadAttention(30, 6, sink=0.5)
+    nn.init.zeros_(mha.q_proj.weight)
+    _, heads = mha(torch.randn(1, 9, 30), over=Padding([3]))
+    assert heads.diversity().abs().max() < 1e-5
+    assert heads.select(keys=[0, 1]).diversity().abs().max() < 1e-5
+    assert heads.select(heads=[]).weights.shape == (1, 0, 9, 9)
+
+
+def test_func_grad_through_streamed_numbers():
+    mha, x = MultiHeadAttention(30, 6), torch.randn(3, 11, 30)
+    got = torch.func.grad(lambda x: mha(x)[1].entropy().sum())(x)
+    x.requires_grad_()
+    (wanted,) = torch.autograd.grad(mha(x)[1].entropy().sum(), x)
+    torch.testing.assert_close(got, wanted)

@@ -1,4 +1,4 @@
-"""One multi-head attention for sequences, graphs and images, whose heads you can see."""
+"""One multi-head attention, whose heads you can see."""
 
 from polyhead.attend import Explanation, attend, attention_weights, explain
 from polyhead.heads import Heads

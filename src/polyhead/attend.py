@@ -10,7 +10,7 @@ from torch import Tensor
 
 from polyhead.kernels import KERNELS, Call
 from polyhead.kernels.reference import through_sink, weights
-from polyhead.neighbourhood import Neighbourhood, broadcasts, neighbourhood
+from polyhead.neighbourhood import Dense, Neighbourhood, broadcasts, neighbourhood
 from polyhead.position import Position
 from polyhead.score import Dot, Score
 
@@ -111,26 +111,41 @@ def prepare(
     sink: Tensor | float | None,
     dropout: float = 0.0,
     seed: Tensor | int | None = None,
-    rotated: bool = False,
 ) -> Call:
-    """The checked call. `rotated`: the position has turned q and k already (cached keys are kept turned)."""
+    """The checked call for tensors as they were given: with a position, it turns q and k."""
     _check_tensors(q, k, v)
-    table = None
     if position is not None:
         position.check(q.shape[-3], q.shape[-1])
-        table = _table(position, q.shape[-2], k.shape[-2], q.device)
-        if not rotated:
-            q, k = position.rotate(q, k.shape[-2] - q.shape[-2]), position.rotate(k, 0)
+        q, k = position.rotate(q, k.shape[-2] - q.shape[-2]), position.rotate(k, 0)
+    if not isinstance(score, Score):
+        raise ValueError(f"score: it is {score!r}; it must be a Score such as Dot()")
     if sink is not None and not isinstance(sink, Tensor):
+        if not isinstance(sink, (int, float)):
+            raise ValueError(f"sink: it is {sink!r}; it must be a number, or a tensor of one number a head")
         sink = torch.full((q.shape[-3],), float(sink), dtype=torch.float64, device=q.device)
-    if dropout and seed is None:
-        seed = torch.randint(2**31, (), device=q.device)
-    elif seed is not None and not isinstance(seed, Tensor):
+    if not isinstance(seed, Tensor) and seed is not None:
         seed = torch.tensor(seed, device=q.device)
-    if bias is not None and bias.dim() < 3:
+    return assemble(q, k, v, neighbourhood(over), score, position, bias, sink, dropout, seed)
+
+
+def assemble(
+    q: Tensor, k: Tensor, v: Tensor, over: Neighbourhood, score: Score, position: Position | None, bias: Tensor | None,
+    sink: Tensor | None, dropout: float, seed: Tensor | None,
+) -> Call:  # fmt: skip
+    """The checked call for tensors that fit each other; the position, if any, has turned q and k already."""
+    table = None if position is None else _table(position, q.shape[-2], k.shape[-2], q.device)
+    if dropout:
+        if not isinstance(dropout, (int, float)) or not 0 <= dropout < 1:
+            raise ValueError(f"dropout: it is {dropout}; it must be at least 0 and less than 1")
+        seed = torch.randint(2**31, (), device=q.device) if seed is None else seed
+    if bias is not None:
         bias = bias.reshape(*(1,) * (3 - bias.dim()), *bias.shape)
-    call = Call(q, k, v, neighbourhood(over), score, table, bias, sink, dropout, seed)
-    _check_options(call)
+        _check_bias(bias, (*q.shape[:-1], k.shape[-2]))
+    if sink is not None and sink.shape != q.shape[-3:-2]:
+        raise ValueError(f"sink: its shape is {tuple(sink.shape)}; it must be one number a head, ({q.shape[-3]},)")
+    call = Call(q, k, v, over, score, table, bias, sink, dropout, seed)
+    if type(over) is not Dense:
+        over.check(call.sizes)
     return call
 
 
@@ -187,18 +202,6 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
     if not (q.dtype == k.dtype == v.dtype) or not q.dtype.is_floating_point:
         raise ValueError(
             f"q, k, v: their dtypes are {q.dtype}, {k.dtype}, {v.dtype}; they must be one floating-point dtype"
-        )
-
-
-def _check_options(call: Call) -> None:
-    if not isinstance(call.dropout, (int, float)) or not 0 <= call.dropout < 1:
-        raise ValueError(f"dropout: it is {call.dropout}; it must be at least 0 and less than 1")
-    call.over.check(call.sizes)
-    if call.bias is not None:
-        _check_bias(call.bias, (*call.q.shape[:-1], call.k.shape[-2]))
-    if call.sink is not None and call.sink.shape != (call.q.shape[-3],):
-        raise ValueError(
-            f"sink: its shape is {tuple(call.sink.shape)}; it must be one number a head, ({call.q.shape[-3]},)"
         )
 
 

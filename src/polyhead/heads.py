@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from polyhead.kernels import Call, metrics
 from polyhead.kernels.metrics import Part
-from polyhead.neighbourhood import Rows
+from polyhead.neighbourhood import Dense, Rows
 from polyhead.picture import html, plot
 from polyhead.score import Dot
 
@@ -204,7 +204,7 @@ class Heads:
         if self._seen is None:
             return self._part
         now = _versions(self._part.call, self._origin, self._cache)
-        changed = [name for name in _WATCHED if self._seen[name] != now[name]]
+        changed = [name for name, before, after in zip(_WATCHED, self._seen, now, strict=True) if before != after]
         stale = [name for name in changed if name in _WEIGHTS_NEED or name in also]
         if stale:
             raise RuntimeError(
@@ -349,7 +349,10 @@ def _pick(axis: str, own: Int[Tensor, " own"], index: Index) -> Int[Tensor, " so
     at = torch.as_tensor(index, device=own.device).reshape(-1)
     if at.dtype == torch.bool:
         at = at.nonzero()[:, 0] if len(at) == len(own) else at
-    if at.is_floating_point() or at.dtype == torch.bool or not -len(own) <= int(at.min()) <= int(at.max()) < len(own):
+    if not len(at):
+        return own[:0]
+    whole = not at.is_floating_point() and at.dtype != torch.bool
+    if not whole or not -len(own) <= int(at.min()) <= int(at.max()) < len(own):
         raise ValueError(f"{axis}: {index!r} is out of reach; there are {len(own)}")
     return own[at]
 
@@ -359,23 +362,26 @@ _WEIGHTS_NEED = ("q", "k", "over", "score", "position", "bias", "sink", "cache")
 _WATCHED = (*_WEIGHTS_NEED, "v", "outputs", "W_O", "gate")
 
 
-def _versions(call: Call, origin: Origin, cache: Any) -> dict[str, object]:
-    """A count of in-place changes of all that a view points to. A cache only appends, and counts by itself."""
-    score = call.score
-    return {
-        "q": _version(call.q),
-        "k": None if cache is not None else _version(call.k),
-        "v": None if cache is not None else _version(call.v),
-        "over": tuple(_version(x) for x in call.over.leaves()),
-        "score": () if type(score) is Dot else tuple(_version(x) for x in score.state_dict(keep_vars=True).values()),
-        "position": _version(call.table),
-        "bias": _version(call.bias),
-        "sink": _version(call.sink),
-        "cache": None if cache is None else cache.generation,
-        "outputs": _version(origin.outputs),
-        "W_O": _version(origin.join),
-        "gate": _version(origin.gate),
-    }
+def _versions(call: Call, origin: Origin, cache: Any) -> tuple[object, ...]:
+    """A count of in-place changes of all that a view points to, in the order of `_WATCHED`."""
+    q, k, v, over, score, table, bias, sink, _, _ = call
+    if cache is not None:
+        # it only appends, and counts by itself
+        k = v = None  # type: ignore[assignment]
+    return (
+        _version(q),
+        _version(k),
+        () if type(over) is Dense else tuple(_version(x) for x in over.leaves()),
+        () if type(score) is Dot else tuple(_version(x) for x in score.state_dict(keep_vars=True).values()),
+        _version(table),
+        _version(bias),
+        _version(sink),
+        None if cache is None else cache.generation,
+        _version(v),
+        _version(origin.outputs),
+        _version(origin.join),
+        _version(origin.gate),
+    )
 
 
 def _version(x: Tensor | None) -> int | None:

@@ -467,3 +467,6 @@ def _check_batch(name: str, shape: tuple[int, ...], sizes: Sizes) -> None:
 
 
 _DENSE = Dense()
+
+# an exported program that takes a neighbourhood keeps an example of it, which torch.export.load reads as weights only
+torch.serialization.add_safe_globals([Dense, Causal, Window, Padding, Segments, Mask, Both])

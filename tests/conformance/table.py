@@ -34,6 +34,7 @@ class Layout:
     batch: tuple[int, ...] = (2,)
     heads: int = 6
     key_heads: int = 6
+    value_heads: int | None = None
     queries: int = 37
     keys: int = 37
     dim: int = 10
@@ -45,7 +46,7 @@ class Layout:
         return (
             make(self.heads, self.queries, self.dim, dtype),
             make(self.key_heads, self.keys, self.dim, dtype),
-            make(self.key_heads, self.keys, self.value_dim, dtype),
+            make(self.value_heads or self.key_heads, self.keys, self.value_dim, dtype),
         )
 
     def _plain(self, heads: int, items: int, dim: int, dtype: torch.dtype) -> Tensor:
@@ -61,6 +62,7 @@ class Layout:
 LAYOUTS = {
     "plain": Layout(),
     "grouped": Layout(key_heads=2),
+    "groups-apart": Layout(key_heads=2, value_heads=3),
     "multi-query": Layout(key_heads=1, batch=(3,)),
     "wide-values": Layout(value_dim=13),
     "narrow-values": Layout(value_dim=7),

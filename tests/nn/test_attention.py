@@ -383,3 +383,37 @@ def test_attend_messages():
     ]:
         with pytest.raises(ValueError, match=message):
             polyhead.attend(q, k, v, **options)
+
+
+def test_a_gate_of_the_wrong_shape():
+    mha = layer()
+    for gate in (torch.ones(6, 1), torch.ones(()), torch.ones(5)):
+        mha.gate = gate
+        with pytest.raises(ValueError, match=r"gate: its shape is .*; it must be one number a head, \(6,\)"):
+            mha(torch.randn(2, 11, 30))
+
+
+def test_padding_of_another_batch():
+    x = torch.randn(2, 11, 30)
+    with pytest.raises(ValueError, match=r"Padding: its rows have shape \(3,\), but the batch has \(2,\)"):
+        layer()(x, over=Padding([1, 2, 3]))
+    with pytest.raises(
+        ValueError, match=r"Padding: its shape is \(2, 11\), which reads as \(batch, keys\).*keep.bool\(\)"
+    ):
+        layer()(x, over=Padding(torch.ones(2, 11).long()))
+    with pytest.raises(ValueError, match=r"position: it is 'rotary'; it must be a Position such as Rotary\(\)"):
+        layer(position="rotary")
+    with pytest.raises(ValueError, match=r"dropout: it is None"):
+        layer(dropout=None)
+
+
+def test_second_derivatives_where_the_reference_serves():
+    mha = layer(position=ALiBi(6)).double()
+    x = torch.randn(2, 5, 30, dtype=torch.float64)
+    hessian = torch.func.hessian(lambda x: mha(x)[0].square().sum())(x)
+    assert hessian.isfinite().all()
+    x.requires_grad_()
+    for over in (None, Window(2)):
+        (first,) = torch.autograd.grad(mha(x, over=over)[0].square().sum(), x, create_graph=True)
+        with pytest.raises(RuntimeError, match=r"not implemented|does not require grad|no autograd formula"):
+            torch.autograd.grad(first.sum(), x)

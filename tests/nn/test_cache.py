@@ -90,3 +90,38 @@ def test_messages():
             mha(torch.randn(3, 1, 24), cache=cache)
         with pytest.raises(ValueError, match=r"length: it is 6; 5 places are filled"):
             cache.truncate(6)
+
+
+@torch.no_grad()
+def test_a_refused_call_leaves_the_cache_as_it_was():
+    mha = MultiHeadAttention(24, 6).eval()
+    cache, x = mha.cache(1, 8), torch.randn(1, 4, 24)
+    _, heads = mha(x[:, :3], cache=cache)
+    with pytest.raises(ValueError, match="Mask: keep has shape"):
+        mha(x[:, 3:], over=torch.ones(7, 7).bool(), cache=cache)
+    assert cache.length == 3
+    assert heads.weights.shape == (1, 6, 3, 3)
+    torch.testing.assert_close(mha(x[:, 3:], cache=cache)[0], mha(x, over=Causal())[0][:, 3:])
+
+
+@torch.no_grad()
+def test_under_autocast_the_cache_has_the_narrow_dtype():
+    mha, x = MultiHeadAttention(24, 6).eval(), torch.randn(2, 5, 24)
+    with torch.autocast("cpu", torch.bfloat16):
+        with pytest.raises(
+            ValueError, match=r"it holds torch.float32, but the keys are torch.bfloat16.*dtype=torch.bfloat16"
+        ):
+            mha(x, cache=mha.cache(2, 5))
+        for layer in (mha, mha.merged()):
+            cache = layer.cache(2, 5, dtype=torch.bfloat16)
+            steps = [layer(x[:, i : i + 1], cache=cache)[0] for i in range(5)]
+            torch.testing.assert_close(torch.cat(steps, 1), mha(x, over=Causal())[0], atol=5e-2, rtol=5e-2)
+
+
+@torch.no_grad()
+def test_a_cache_of_another_layer():
+    mha, other = MultiHeadAttention(24, 6).eval(), MultiHeadAttention(24, 6, value_dim=3).eval()
+    with pytest.raises(ValueError, match="made for heads of 4 and 3 features, but the layer has 4 and 4"):
+        mha(torch.randn(1, 1, 24), cache=other.cache(1, 4))
+    with pytest.raises(ValueError, match=r"cache: it is int; it must be one made by mha.cache"):
+        mha(torch.randn(1, 1, 24), cache=3)

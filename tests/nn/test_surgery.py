@@ -91,3 +91,57 @@ def test_merged_is_refused_without_an_output_map_and_twice():
         MultiHeadAttention(30, 6, combine="mean").merged()
     with pytest.raises(ValueError, match=r"merged\(\): W_V is folded already"):
         MultiHeadAttention(30, 6).merged().merged()
+
+
+def test_frozen_stays_frozen_and_shared_stays_whole():
+    position = RelativeBias(6)
+    one, other = MultiHeadAttention(30, 6, position=position), MultiHeadAttention(30, 6, position=position)
+    one.requires_grad_(False)
+    one.prune([0])
+    assert not any(parameter.requires_grad for parameter in one.parameters())
+    assert not any(parameter.requires_grad for parameter in one.merged().parameters())
+    assert other(torch.randn(2, 11, 30))[1].shape == (2, 6, 11, 11)
+
+
+def test_a_load_that_cannot_be_changes_nothing():
+    pruned = MultiHeadAttention(30, 6)
+    pruned.prune([5])
+    other = MultiHeadAttention(25, 5)
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        other.load_state_dict(pruned.state_dict())
+    assert other.num_heads == 5
+
+
+def test_wrapped_projections_are_refused():
+    class Adapted(nn.Module):
+        def __init__(self, base):
+            super().__init__()
+            self.base = base
+
+        def forward(self, x):
+            return self.base(x)
+
+    mha = MultiHeadAttention(30, 6)
+    mha.v_proj = Adapted(mha.v_proj)
+    for change in (mha.merged, lambda: mha.prune([0])):
+        with pytest.raises(ValueError, match=r"v_proj: it is Adapted; it must be a plain nn.Linear"):
+            change()
+    for heads in ([1.7], "1"):
+        with pytest.raises(ValueError, match="must be numbers of heads"):
+            mha.prune(heads)
+
+
+def test_built_on_meta_and_filled_later():
+    options = {"sink": 0.5, "position": ALiBi(6)}
+    mha = MultiHeadAttention(30, 6, **options)
+    with torch.device("meta"):
+        empty = MultiHeadAttention(30, 6, sink=0.5, position=ALiBi(6))
+        empty.prune([])
+    for same in (empty.to_empty(device="cpu"),):
+        same.load_state_dict(mha.state_dict())
+        x = torch.randn(2, 11, 30)
+        assert torch.equal(same(x)[0], mha(x)[0])
+    with torch.device("meta"):
+        assigned = MultiHeadAttention(30, 6, sink=0.5, position=ALiBi(6))
+    assigned.load_state_dict(mha.state_dict(), assign=True)
+    assert torch.equal(assigned(x)[0], mha(x)[0])

@@ -43,7 +43,7 @@ class Kernel(Protocol):
     """Computes a call, or says in words why it does not.
 
     It returns the output and the log-sum-exp of each row of scores, without the sink (-inf where a query has no key);
-    None in its place where a device's fused attention keeps it to itself.
+    None in its place where the call has no sink and a fused kernel keeps it to itself.
     """
 
     name: str

@@ -24,9 +24,8 @@ class Fused:
     name = "fused"
 
     def refuses(self, call: Call) -> str | None:
-        q, over = call.q, call.over
-        queries, keys = q.shape[-2], call.k.shape[-2]
-        if not isinstance(over, Dense) and not (isinstance(over, Causal) and queries in (keys, 1)):
+        q, v, over = call.q, call.v, call.over
+        if type(over) is not Dense and not (type(over) is Causal and q.shape[-2] in (1, call.k.shape[-2])):
             # a compiler cannot trace the writing of shapes
             known = type(over).__name__ if torch.compiler.is_compiling() else repr(over)
             return f"it skips no blocks and takes no masks, and over is {known}"
@@ -34,16 +33,31 @@ class Fused:
             return "it adds no bias"
         if call.dropout > 0:
             return "it drops no pairs"
-        if call.sink is not None and (q.device.type != "cpu" or torch.is_grad_enabled()):
+        if call.sink is not None and (not q.is_cpu or torch.is_grad_enabled()):
             return "a sink needs the log-sum-exp and its gradient"
-        if not comparable(call.q.shape[-1], call.v.shape[-1]):
-            return f"keys of {q.shape[-1]} and values of {call.v.shape[-1]} features are too different to pad"
+        if not comparable(q.shape[-1], v.shape[-1]):
+            return f"keys of {q.shape[-1]} and values of {v.shape[-1]} features are too different to pad"
         return refuses(call)
 
     def __call__(self, call: Call) -> Result:
         assert isinstance(call.score, Dot)
-        causal = isinstance(call.over, Causal) and call.q.shape[-2] > 1
-        return fused(call.q, call.k, call.v, causal, call.score.factor(call.q.shape[-1]))
+        dim, width = call.q.shape[-1], call.v.shape[-1]
+        causal = type(call.over) is Causal and call.q.shape[-2] > 1
+        scale = call.score.factor(dim)
+        q, k, v = even(call.q, call.k, call.v)
+        if q.dim() != 4:
+            q, k, v = flat(q), flat(k), flat(v)
+        # autocast would narrow what scaled_dot_product_attention is given, and it hands out no log-sum-exp
+        if q.is_cpu and (call.sink is not None or torch.is_autocast_enabled("cpu")):
+            out, lse = flash(q, k, v, 0.0, causal, scale=scale)
+        else:
+            grouped = q.shape[1] != k.shape[1]
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=grouped)
+            lse = None
+        if call.q.dim() != 4:
+            out = out.reshape(*call.q.shape[:-1], out.shape[-1])
+            lse = None if lse is None else lse.reshape(call.q.shape[:-1])
+        return (out if width >= dim else out[..., :width]), lse
 
 
 def refuses(call: Call) -> str | None:
@@ -60,21 +74,6 @@ def refuses(call: Call) -> str | None:
 def comparable(dim: int, width: int) -> bool:
     """Whether keys and values are near enough in width to pad the narrower."""
     return dim <= WIDTHS * width and width <= WIDTHS * dim
-
-
-def fused(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Result:
-    """Flash attention over all keys, or over those not ahead (as many queries as keys)."""
-    width, shape = v.shape[-1], q.shape
-    q, k, v = even(q, k, v)
-    if q.is_cpu:
-        out, lse = flash(flat(q), flat(k), flat(v), 0.0, causal, scale=scale)
-    else:
-        out = F.scaled_dot_product_attention(flat(q), flat(k), flat(v), is_causal=causal, scale=scale, enable_gqa=True)
-        lse = None
-    if q.dim() != 4:
-        out = out.reshape(*shape[:-1], out.shape[-1])
-        lse = None if lse is None else lse.reshape(shape[:-1])
-    return (out if out.shape[-1] == width else out[..., :width]), lse
 
 
 def even(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -17,8 +17,8 @@ from polyhead._torch import under_transform
 from polyhead.kernels.call import Call
 from polyhead.kernels.reference import weights
 
-# Numbers in one block of weights: 4 M of fp32 are 16 MB.
-BLOCK = 1 << 22
+# Numbers in one block of weights: a million of fp32 are 4 MB. Fewer cost more time, more only memory.
+BLOCK = 1 << 20
 
 Answer = TypeVar("Answer", Tensor, tuple[Tensor, ...])
 

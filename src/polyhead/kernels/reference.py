@@ -96,6 +96,6 @@ def through_sink(
     lse: Float[Tensor, "... heads queries"], sink: Float[Tensor, "... heads"]
 ) -> Float[Tensor, "... heads queries 1"]:
     """The share of attention that does not go to the sink: e^lse / (e^lse + e^sink)."""
-    share = torch.sigmoid(lse - sink.to(lse.dtype)[..., :, None])
-    # -inf - -inf is not a number
-    return share.masked_fill(lse == -torch.inf, 0.0)[..., None]
+    # -inf - -inf is not a number: a query with no key, whose output is zero, has a share of anything
+    above = lse.masked_fill(lse == -torch.inf, 0.0) - sink.to(lse.dtype)[..., :, None]
+    return torch.sigmoid(above)[..., None]

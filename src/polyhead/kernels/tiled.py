@@ -235,7 +235,16 @@ _INPUTS = (
 )
 
 
-@torch.library.custom_op("polyhead::tiled", mutates_args=(), schema=f"({_INPUTS}) -> (Tensor, Tensor)")
+# torch.library.custom_op would import the whole compiler at the first call
+_library = torch.library.Library("polyhead", "FRAGMENT")
+_library.define(f"tiled({_INPUTS}) -> (Tensor, Tensor)")
+_library.define(
+    f"tiled_backward(Tensor d_out, Tensor? d_lse, Tensor out, Tensor lse, {_INPUTS}) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
+
+
+@torch.library.impl("polyhead::tiled", ("cpu", "cuda", "mps", "xpu"), lib=_library)
 def _tiled(
     q: Tensor, k: Tensor, v: Tensor, first: Tensor, stop: Tensor, mask: Tensor | None, table: Tensor | None,
     bias: Tensor | None, seed: Tensor | None, scale: float, dropout: float, plain: bool,
@@ -267,16 +276,12 @@ def _outputs(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return out, q.new_empty(batch, heads, queries, dtype=torch.promote_types(q.dtype, torch.float32))
 
 
-@_tiled.register_fake
+@torch.library.register_fake("polyhead::tiled", lib=_library)
 def _(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor]:
     return _outputs(q, v)
 
 
-@torch.library.custom_op(
-    "polyhead::tiled_backward",
-    mutates_args=(),
-    schema=f"(Tensor d_out, Tensor? d_lse, Tensor out, Tensor lse, {_INPUTS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-)
+@torch.library.impl("polyhead::tiled_backward", ("cpu", "cuda", "mps", "xpu"), lib=_library)
 def _tiled_backward(
     d_out: Tensor, d_lse: Tensor | None, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, first: Tensor,
     stop: Tensor, mask: Tensor | None, table: Tensor | None, bias: Tensor | None, seed: Tensor | None, scale: float,
@@ -316,7 +321,7 @@ def _gradients(
         yield q.new_empty(0) if given is None or not plain else given.new_empty(given.shape)
 
 
-@_tiled_backward.register_fake
+@torch.library.register_fake("polyhead::tiled_backward", lib=_library)
 def _(
     d_out: Tensor, d_lse: Tensor | None, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: object
 ) -> tuple[Tensor, ...]:
@@ -345,4 +350,4 @@ def _backward(ctx: object, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[
     )  # fmt: skip
 
 
-_tiled.register_autograd(_backward, setup_context=_save)
+torch.library.register_autograd("polyhead::tiled", _backward, setup_context=_save, lib=_library)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -10,11 +11,11 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from polyhead._torch import numbers_hidden
-from polyhead.attend import Explanation, explained, prepare, run
+from polyhead.attend import Explanation, assemble, explained, run
 from polyhead.heads import Heads, Origin
 from polyhead.kernels.call import Call
 from polyhead.kernels.rows import Live
-from polyhead.neighbourhood import Neighbourhood, Sizes, neighbourhood
+from polyhead.neighbourhood import Dense, Neighbourhood, Sizes, neighbourhood
 from polyhead.nn import surgery
 from polyhead.nn.cache import KeyValueCache
 from polyhead.position import Position
@@ -151,13 +152,14 @@ class MultiHeadAttention(nn.Module):
             raise _untranslated(torch_words)
         if cache is not None and not isinstance(cache, KeyValueCache):
             raise ValueError(f"cache: it is {type(cache).__name__}; it must be one made by mha.cache(batch, length)")
+        gate, o_proj = self.gate, self.o_proj
+        if gate is not None and gate.shape != (self.num_heads,):
+            raise ValueError(
+                f"gate: its shape is {tuple(gate.shape)}; it must be one number a head, ({self.num_heads},)"
+            )
         call, live = self._call(query, key, value, over, bias, cache)
-        out, gate, o_proj = run(call), self.gate, self.o_proj
+        out = run(call)
         if gate is not None:
-            if gate.shape != (self.num_heads,):
-                raise ValueError(
-                    f"gate: its shape is {tuple(gate.shape)}; it must be one number a head, ({self.num_heads},)"
-                )
             out = out * gate[:, None, None].to(out.dtype)
         join = None if o_proj is None else o_proj.weight
         return self._combine(out, live), Heads(call, Origin(out, join, gate), cache)
@@ -172,28 +174,31 @@ class MultiHeadAttention(nn.Module):
         bias: Float[Tensor, "... #heads #queries #keys"] | None = None,
     ) -> Explanation:
         """Which kernel a call with these arguments takes, and why the faster ones refuse. No attention is computed."""
-        return explained(self._call(query, key, value, over, bias, None, seed=0)[0])
+        return explained(self._call(query, key, value, over, bias, None, seed=torch.tensor(0))[0])
 
     def _call(
         self, query: Tensor, key: Tensor | None, value: Tensor | None, over: Neighbourhood | Tensor | None,
-        bias: Tensor | None, cache: KeyValueCache | None, seed: int | None = None,
+        bias: Tensor | None, cache: KeyValueCache | None, seed: Tensor | None = None,
     ) -> tuple[Call, Live | None]:  # fmt: skip
         """Project, place and remember: everything before the attention."""
         to_itself = key is None or key is query
         key = query if key is None else key
         value = key if value is None else value
         self._check_inputs(query, key, value)
-        within = neighbourhood(over).within(to_itself)
-        live = _live(within, query, self.num_heads) if to_itself and value is key and cache is None else None
+        over = neighbourhood(over).within(to_itself)
+        live = None
+        if type(over) is not Dense and to_itself and value is key and cache is None:
+            live = _live(over, query, self.num_heads)
         if live is not None:
             rows = live.gather(query)
             q, k, v = live.spread(self.q_proj(rows)), live.spread(self.k_proj(rows)), live.spread(self.v_proj(rows))
         else:
             q, k, v = self.q_proj(query), self.k_proj(key), self.v_proj(value)
         q, k, v = _split(q, self.num_heads), _split(k, self.kv_heads), _split(v, self.value_heads)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        position = self.position
+        q_norm, position = self.q_norm, self.position
+        if q_norm is not None:
+            assert self.k_norm is not None
+            q, k = q_norm(q), self.k_norm(k)
         if position is not None:
             filled = 0 if cache is None else cache.length
             q = position.rotate(q, filled + k.shape[-2] - q.shape[-2])
@@ -204,11 +209,9 @@ class MultiHeadAttention(nn.Module):
         if cache is not None:
             cache.append(k, v)
             k, v = cache.k, cache.v
+        dropout = self.dropout if self.training else 0.0
         try:
-            call = prepare(
-                q, k, v, over=within, score=self.score, position=position, bias=bias, sink=self.sink,
-                dropout=self.dropout if self.training else 0.0, seed=seed, rotated=True,
-            )  # fmt: skip
+            call = assemble(q, k, v, over, self.score, position, bias, self.sink, dropout, seed)
         except ValueError:
             if cache is not None:
                 cache.length -= key.shape[-2]
@@ -243,6 +246,8 @@ class MultiHeadAttention(nn.Module):
         return KeyValueCache(k, v)
 
     def _check_inputs(self, query: Tensor, key: Tensor, value: Tensor) -> None:
+        if value is query and query.dim() > 1 and query.shape[-1] == self.d_model == self.d_key == self.d_value:
+            return
         for name, x, features in (
             ("query", query, self.d_model),
             ("key", key, self.d_key),
@@ -282,7 +287,8 @@ class MultiHeadAttention(nn.Module):
 
 
 def _split(x: Float[Tensor, "... items heads_dim"], heads: int) -> Float[Tensor, "... heads items dim"]:
-    return x.view(*x.shape[:-1], heads, x.shape[-1] // heads).transpose(-3, -2)
+    *lead, width = x.shape
+    return x.view(*lead, heads, width // heads).transpose(-3, -2)
 
 
 def _live(over: Neighbourhood, query: Tensor, heads: int) -> Live | None:
@@ -298,7 +304,7 @@ def _live(over: Neighbourhood, query: Tensor, heads: int) -> Live | None:
 
 def _check_sizes(**sizes: object) -> None:
     for name, size in sizes.items():
-        if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
+        if size is not None and (not hasattr(size, "__index__") or isinstance(size, bool) or operator.index(size) < 1):
             raise ValueError(f"{name}: it is {size!r}; it must be a whole number, 1 or more")
 
 
@@ -323,7 +329,7 @@ def _check_choices(
 
 
 _TRANSLATIONS = {
-    "key_padding_mask": "over=Padding(~key_padding_mask), True = a real key",
+    "key_padding_mask": "over=Padding(~key_padding_mask), True = a real key (padded queries get zero; queries=False lets them attend)",
     "attn_mask": "over=~attn_mask for a bool mask (here True = may attend), bias=attn_mask for numbers to add",
     "is_causal": "over=Causal()",
     "need_weights": "nothing: heads is always handed back, and costs nothing until heads.weights is asked for",

@@ -1,0 +1,154 @@
+"""`python -m benchmarks [NAMES…] [--json FILE] [--repeats N]`: run cases, print their lines, keep them as JSON."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import datetime
+import json
+import platform
+import sys
+import tempfile
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from benchmarks.case import Case, CaseError
+from benchmarks.measure import Line, cores, measured, use_two_threads
+from benchmarks.tables import TABLES, chosen
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run what is asked for; 1 where a case has failed."""
+    parser = _parser()
+    arguments = parser.parse_args(argv)
+    try:
+        cases = chosen(arguments.names)
+    except ValueError as error:
+        parser.error(str(error))
+    if arguments.json is not None and not arguments.json.parent.is_dir():
+        parser.error(f"--json: there is no folder {arguments.json.parent}")
+    use_two_threads()
+    print(_header(), flush=True)
+    lines = run(cases, arguments.repeats)
+    if len(lines) < len(cases):
+        unwritten = "" if arguments.json is None else f"; {arguments.json} is not written"
+        print(f"error: {len(cases) - len(lines)} of {len(cases)} cases failed{unwritten}", file=sys.stderr)
+        return 1
+    if arguments.json is not None:
+        write(arguments.json, lines)
+    return 0
+
+
+def run(cases: Sequence[Case], repeats: int | None) -> list[Line]:
+    """Measure each case and print its line as it comes; one that fails gives an error in place of a line."""
+    widths = [max(len(name), *(len(text) for text in texts)) for name, *texts in _columns(cases)]
+    print(_aligned([name for name, *_ in _columns(cases)], widths), flush=True)
+    lines = []
+    for case in cases:
+        try:
+            line = measured(case, repeats)
+        except CaseError as error:
+            print(f"error: {case.name}: {error}", file=sys.stderr, flush=True)
+        except Exception:
+            print(f"error: {case.name}:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
+        else:
+            lines.append(line)
+            print(_aligned(_texts(line), widths), flush=True)
+    return lines
+
+
+def write(file: Path, lines: Sequence[Line]) -> None:
+    """Write the lines as JSON: the whole file or none."""
+    with tempfile.NamedTemporaryFile("w", dir=file.parent, prefix=file.name, delete=False) as temporary:
+        try:
+            json.dump([dataclasses.asdict(line) for line in lines], temporary, indent=1)
+            temporary.write("\n")
+            temporary.close()
+            Path(temporary.name).replace(file)
+        except BaseException:
+            Path(temporary.name).unlink()
+            raise
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks",
+        description="Polyhead beside its peers and beside the floor. A case has a number only if its results are equal.",
+    )
+    known = ", ".join(TABLES)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"a table ({known}) or a part of cases' names")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the lines as a list of objects")
+    parser.add_argument(
+        "--repeats", type=_positive, metavar="N", help="rounds of each case, instead of some seconds' worth"
+    )
+    return parser
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"it is {number}; it must be 1 or more")
+    return number
+
+
+def _header() -> str:
+    today = datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z")
+    return f"{_cpu()}, {cores()} cores, {torch.get_num_threads()} threads, torch {torch.__version__}, {today}"
+
+
+def _cpu() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    models = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    return next(models, platform.processor() or platform.machine())
+
+
+def _columns(cases: Sequence[Case]) -> list[list[str]]:
+    """The columns' names, each with what is known beforehand to stand in it, or with something as wide."""
+    number = "99999.999"
+    return [
+        ["case", *(case.name for case in cases)],
+        ["ours_ms", number],
+        ["peer", *(case.peer for case in cases)],
+        ["peer_ms", number],
+        ["ratio", "99.99"],
+        ["floor_ms", number],
+        ["ours/floor", "9.99"],
+        ["ours_peak_mb", "9999.9"],
+        ["peer_peak_mb", "9999.9"],
+        ["max_abs_diff", "1.0e-06"],
+    ]
+
+
+def _texts(line: Line) -> list[str]:
+    floor = line.floor_ms
+    return [
+        line.case,
+        f"{line.ours_ms:.3f}",
+        line.peer,
+        f"{line.peer_ms:.3f}",
+        f"{line.ratio:.2f}",
+        "-" if floor is None else f"{floor:.3f}",
+        "-" if floor is None else f"{line.ours_ms / floor:.2f}",
+        f"{line.ours_peak_mb:.1f}",
+        f"{line.peer_peak_mb:.1f}",
+        f"{line.max_abs_diff:.1e}",
+    ]
+
+
+def _aligned(texts: Sequence[str], widths: Sequence[int]) -> str:
+    """Names to the left, numbers to the right."""
+    words = {0, 2}
+    return "  ".join(
+        text.ljust(width) if i in words else text.rjust(width)
+        for i, (text, width) in enumerate(zip(texts, widths, strict=True))
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

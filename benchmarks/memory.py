@@ -1,0 +1,83 @@
+"""How much memory one call needs at its peak, in a fresh process: `python -m benchmarks.memory CASE SIDE`."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+
+from benchmarks.case import Case, CaseError, Forward
+from polyhead import Window, attend
+
+_ROOT = Path(__file__).resolve().parent.parent
+_STATUS = Path("/proc/self/status")
+# glibc hands larger blocks back to the system as soon as they are freed, so that the peak is what is needed at one time
+_ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": str(256 * 1024)}
+
+
+def peak_in_child(case: Case, side: Literal["ours", "peer"]) -> float:
+    """The peak of one side, in megabytes above the state after set-up."""
+    command = [sys.executable, "-m", "benchmarks.memory", case.name, side]
+    child = subprocess.run(command, cwd=_ROOT, env={**os.environ, **_ALLOCATOR}, capture_output=True, text=True)
+    if child.returncode:
+        raise CaseError(f"the process that measures the memory of {side} failed:\n{child.stderr.strip()}")
+    return float(child.stdout)
+
+
+def peak_mb(run: Forward) -> float:
+    """How far one call raises this process's memory, in megabytes."""
+    gc.collect()
+    _give_back()
+    # 5: forget the peak so far. Where that is not permitted, only what rises above the old peak is seen.
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+    before = _peak_kb()
+    run()
+    return (_peak_kb() - before) / 1024
+
+
+def _give_back() -> None:
+    """Hand freed memory to the system, so that the call cannot hide in what set-up has left."""
+    with contextlib.suppress(AttributeError, OSError):
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def _peak_kb() -> int:
+    if _STATUS.exists():
+        for line in _STATUS.read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1])
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak // 1024 if sys.platform == "darwin" else peak
+
+
+def _warm_up() -> None:
+    """Pay once for threads, libraries and what is imported at a first call: that is no call's memory."""
+    x = torch.randn(1, 2, 256, 64, requires_grad=True)
+    F.scaled_dot_product_attention(F.linear(x, x[0, 0, :64]), x, x).square().mean().backward()
+    attend(x, x, x, over=Window(1)).square().mean().backward()
+
+
+def _main(name: str, side: str) -> None:
+    # the tables are imported here, in the child alone: they are made of cases, which this file measures
+    from benchmarks.measure import use_two_threads
+    from benchmarks.tables import TABLES
+
+    use_two_threads()
+    _warm_up()
+    (case,) = (case for cases in TABLES.values() for case in cases if case.name == name)
+    sides = case.setup()
+    print(peak_mb((sides.ours if side == "ours" else sides.peer).run))
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])

@@ -1,0 +1,218 @@
+"""The verb where numbers are large, narrow, dual or fake."""
+
+import pytest
+import torch
+import torch.autograd.forward_ad as forward
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from polyhead import (
+    ALiBi,
+    Causal,
+    Mask,
+    MultiHeadAttention,
+    Neighbourhood,
+    Padding,
+    RelativeBias,
+    Rotary,
+    Segments,
+    Window,
+    attend,
+    attention_weights,
+    explain,
+)
+from polyhead.kernels import KERNELS
+
+KERNEL_NAMES = [kernel.name for kernel in KERNELS]
+
+
+@pytest.mark.parametrize("offset", [-1e9, torch.finfo(torch.float32).min, 1e9])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_rows_far_from_zero_are_still_means(offset, dtype):
+    q, v = torch.randn(1, 1, 5, 4, dtype=dtype), torch.randn(1, 1, 5, 4, dtype=dtype)
+    bias = torch.zeros(5, 5)
+    bias[2] = offset
+    mean = v.float().mean(2)[0, 0].to(dtype)
+    torch.testing.assert_close(attention_weights(q, q, bias=bias)[0, 0, 2], torch.full((5,), 0.2, dtype=dtype))
+    for kernel in ("tiled", "reference"):
+        torch.testing.assert_close(attend(q, q, v, bias=bias, kernel=kernel)[0, 0, 2], mean, atol=1e-2, rtol=1e-2)
+
+
+def test_a_bias_beyond_the_range_of_halves():
+    q = torch.randn(1, 1, 3, 4).half()
+    bias = torch.zeros(3, 3)
+    bias[0, 1] = 1e5
+    torch.testing.assert_close(attend(q, q, q, bias=bias)[0, 0, 0], q[0, 0, 1])
+
+
+@pytest.mark.parametrize("kernel", ["tiled", "reference"])
+def test_scores_are_wide_under_autocast(kernel):
+    q, k, v = (torch.randn(2, 3, 17, 8) for _ in range(3))
+    bias = torch.randn(17, 17, requires_grad=True)
+    wanted = attend(q, k, v, bias=bias, kernel=kernel)
+    with torch.autocast("cpu", torch.bfloat16):
+        output = attend(q, k, v, bias=bias, kernel=kernel)
+        weights = attention_weights(q, k)
+    assert torch.equal(output, wanted)
+    torch.testing.assert_close(weights.sum(-1), torch.ones(2, 3, 17))
+
+
+def test_grouped_keys_and_values_in_groups_of_their_own():
+    q, k, v = torch.randn(1, 6, 5, 4), torch.randn(1, 2, 5, 4), torch.randn(1, 3, 5, 4)
+    wanted = attend(q, k.repeat_interleave(3, 1), v.repeat_interleave(2, 1))
+    for kernel in KERNEL_NAMES:
+        torch.testing.assert_close(attend(q, k, v, kernel=kernel), wanted)
+
+
+def test_an_interval_beyond_the_keys_crashes_nothing():
+    class Beyond(Neighbourhood):
+        exact = True
+
+        def allows(self, head, query, key):
+            return (key >= 10**6) & (query >= 0)
+
+        def interval(self, queries, keys, device):
+            first = torch.full((queries,), keys, device=device)
+            return first, first + 1
+
+    q = torch.randn(1, 2, 5, 4)
+    assert attend(q, q, q, over=Beyond()).abs().max() == 0
+
+
+@pytest.mark.parametrize("sink", [-torch.inf, torch.inf, 0.0])
+def test_a_sink_of_any_size_over_rows_without_keys(sink):
+    q = torch.randn(1, 2, 5, 4, requires_grad=True)
+    keep = torch.ones(5, 5).bool()
+    keep[1] = False
+    for kernel in ("tiled", "reference"):
+        output = attend(q, q, q, over=keep, sink=sink, kernel=kernel)
+        assert output[:, :, 1].abs().max() == 0
+        (gradient,) = torch.autograd.grad(output.sum(), q)
+        assert gradient.isfinite().all()
+    assert attention_weights(q, q, over=keep, sink=sink).isfinite().all()
+
+
+def test_forward_mode_differentiation_takes_the_reference():
+    q, tangent = torch.randn(1, 2, 5, 4), torch.randn(1, 2, 5, 4)
+    with forward.dual_level():
+        dual = forward.make_dual(q, tangent)
+        got = forward.unpack_dual(attend(dual, q, q, over=Window(1))).tangent
+    _, wanted = torch.func.jvp(lambda x: attend(x, q, q, over=Window(1)), (q,), (tangent,))
+    torch.testing.assert_close(got, wanted)
+    assert got.abs().max() > 0
+
+
+def test_explaining_draws_no_random_numbers():
+    mha, x = MultiHeadAttention(8, 2, dropout=0.5), torch.randn(1, 5, 8)
+    before = torch.get_rng_state()
+    assert mha.explain(x).kernel == "tiled"
+    assert explain(*(torch.zeros(1, 1, 2, 2),) * 3, dropout=0.5).kernel == "tiled"
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("position", [None, Rotary(), ALiBi(2), RelativeBias(2)], ids=lambda p: type(p).__name__)
+def test_nothing_to_attend_to(position):
+    for queries, keys in [(0, 0), (0, 3), (3, 0)]:
+        q, k = torch.randn(2, 2, queries, 4), torch.randn(2, 2, keys, 4)
+        output = attend(q, k, k, position=position)
+        assert output.shape == (2, 2, queries, 4)
+        assert not output.any()
+
+
+def test_head_dim_zero_is_an_even_mean():
+    q, v = torch.randn(1, 2, 5, 0), torch.randn(1, 2, 5, 3)
+    torch.testing.assert_close(attend(q, q, v), v.mean(2, keepdim=True).expand_as(v))
+
+
+def test_a_fake_run_leaves_nothing_behind():
+    mha = MultiHeadAttention(16, 2, position=Rotary())
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        mha(torch.randn(2, 5, 16))
+    assert type(mha(torch.randn(2, 5, 16))[0]) is torch.Tensor
+    wanted = mha(torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(1)))[0]
+    torch.func.grad(lambda x: mha(x)[0].sum())(torch.randn(2, 9, 16))
+    assert torch.equal(mha(torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(1)))[0], wanted)
+
+
+LENGTHS = {
+    "mask": lambda n: torch.ones(n, n).tril(2).bool(),
+    "keep": lambda n: Padding(torch.arange(n) >= torch.tensor([[1], [4]])),
+    "lengths": lambda n: Padding(torch.tensor([3, n])),
+    "segments": lambda n: Segments(torch.arange(n) // 3),
+    "causal-window": lambda n: Causal() & Window(2),
+}
+
+
+@pytest.mark.parametrize("over", LENGTHS)
+def test_compiles_for_sequences_of_any_length(over):
+    torch._dynamo.reset()
+    mha = MultiHeadAttention(16, 2)
+    compiled = torch.compile(mha, backend="aot_eager", fullgraph=True)
+    for length in (7, 12, 19):
+        x, neighbourhood = torch.randn(2, length, 16), LENGTHS[over](length)
+        torch.testing.assert_close(compiled(x, over=neighbourhood)[0], mha(x, over=neighbourhood)[0])
+
+
+@pytest.mark.parametrize("over", LENGTHS)
+def test_exports_with_a_neighbourhood_as_input(over, tmp_path):
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.mha = MultiHeadAttention(16, 2)
+
+        def forward(self, x, over):
+            return self.mha(x, over=over)[0]
+
+    model, x = Model(), torch.randn(2, 9, 16)
+    neighbourhood = LENGTHS[over](9)
+    program = torch.export.export(model, (x, neighbourhood))
+    torch.export.save(program, tmp_path / "model.pt2")
+    again = torch.export.load(tmp_path / "model.pt2").module()
+    torch.testing.assert_close(again(x, neighbourhood), model(x, neighbourhood))
+
+
+def test_exports_with_a_dynamic_batch():
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.mha = MultiHeadAttention(16, 2)
+
+        def forward(self, x, lengths, ids, keep):
+            return self.mha(x, over=Padding(lengths) & Segments(ids) & Mask(keep))[0]
+
+    def inputs(batch):
+        lengths, ids = torch.randint(0, 10, (batch,)), torch.arange(9).expand(batch, 9) // 4
+        return torch.randn(batch, 9, 16), lengths, ids.contiguous(), torch.rand(batch, 1, 9, 9) > 0.3
+
+    model, batch = Model(), torch.export.Dim("batch", min=2)
+    program = torch.export.export(model, inputs(2), dynamic_shapes=({0: batch},) * 4)
+    many = inputs(5)
+    torch.testing.assert_close(program.module()(*many), model(*many))
+
+
+def test_vmap_over_lengths_masks_and_documents():
+    mha, x = MultiHeadAttention(16, 2), torch.randn(3, 7, 16)
+    lengths, ids = torch.tensor([2, 7, 0]), torch.arange(21).reshape(3, 7) // 4
+    keep = torch.arange(7) < lengths[:, None]
+    for given, make, together in [
+        (lengths, Padding, Padding(lengths)),
+        (keep, Padding, Padding(keep)),
+        (ids, Segments, Segments(ids)),
+        (keep[:, None] & keep[:, :, None], Mask, Mask((keep[:, None] & keep[:, :, None])[:, None])),
+        (keep[:, None].int().expand(3, 7, 7), Mask, Mask(keep[:, None, None])),
+    ]:
+        wanted = mha(x, over=together)[0]
+        mapped = torch.func.vmap(lambda one, own, make=make: mha(one, over=make(own))[0])(x, given)
+        torch.testing.assert_close(mapped, wanted)
+    mapped = torch.func.vmap(lambda one, over: mha(one, over=over)[0])(x, Padding(lengths))
+    torch.testing.assert_close(mapped, mha(x, over=Padding(lengths))[0])
+
+
+def test_a_view_on_a_neighbourhood_of_ones_own_through_vmap():
+    class Even(Neighbourhood):
+        def allows(self, head, query, key):
+            return (key % 2 == 0) & (query >= 0)
+
+    mha, x = MultiHeadAttention(16, 2), torch.randn(3, 7, 16)
+    _, heads = torch.func.vmap(lambda one: mha(one, over=Even()))(x)
+    torch.testing.assert_close(heads.weights, mha(x, over=Even())[1].weights)
+    assert heads.weights[..., 1::2].abs().max() == 0
