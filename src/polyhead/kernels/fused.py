@@ -24,16 +24,16 @@ class Fused:
     name = "fused"
 
     def refuses(self, call: Call) -> str | None:
-        q, v, over = call.q, call.v, call.over
-        if type(over) is not Dense and not (type(over) is Causal and q.shape[-2] in (1, call.k.shape[-2])):
+        q, k, v, over, _, table, bias, sink, dropout, _ = call
+        if type(over) is not Dense and not (type(over) is Causal and q.shape[-2] in (1, k.shape[-2])):
             # a compiler cannot trace the writing of shapes
             known = type(over).__name__ if torch.compiler.is_compiling() else repr(over)
             return f"it skips no blocks and takes no masks, and over is {known}"
-        if call.table is not None or call.bias is not None:
+        if table is not None or bias is not None:
             return "it adds no bias"
-        if call.dropout > 0:
+        if dropout > 0:
             return "it drops no pairs"
-        if call.sink is not None and (not q.is_cpu or torch.is_grad_enabled()):
+        if sink is not None and (not q.is_cpu or torch.is_grad_enabled()):
             return "a sink needs the log-sum-exp and its gradient"
         if not comparable(q.shape[-1], v.shape[-1]):
             return f"keys of {q.shape[-1]} and values of {v.shape[-1]} features are too different to pad"
@@ -41,23 +41,23 @@ class Fused:
 
     def __call__(self, call: Call) -> Result:
         assert isinstance(call.score, Dot)
-        dim, width = call.q.shape[-1], call.v.shape[-1]
-        causal = type(call.over) is Causal and call.q.shape[-2] > 1
-        scale = call.score.factor(dim)
+        shape, width = call.q.shape, call.v.shape[-1]
+        causal = type(call.over) is Causal and shape[-2] > 1
+        scale = call.score.factor(shape[-1])
         q, k, v = even(call.q, call.k, call.v)
-        if q.dim() != 4:
+        if len(shape) != 4:
             q, k, v = flat(q), flat(k), flat(v)
         # autocast would narrow what scaled_dot_product_attention is given, and it hands out no log-sum-exp
         if q.is_cpu and (call.sink is not None or torch.is_autocast_enabled("cpu")):
             out, lse = flash(q, k, v, 0.0, causal, scale=scale)
         else:
-            grouped = q.shape[1] != k.shape[1]
+            grouped = k.shape[1] != shape[-3]
             out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=grouped)
             lse = None
-        if call.q.dim() != 4:
-            out = out.reshape(*call.q.shape[:-1], out.shape[-1])
-            lse = None if lse is None else lse.reshape(call.q.shape[:-1])
-        return (out if width >= dim else out[..., :width]), lse
+        if len(shape) != 4:
+            out = out.reshape(*shape[:-1], out.shape[-1])
+            lse = None if lse is None else lse.reshape(shape[:-1])
+        return (out if width >= shape[-1] else out[..., :width]), lse
 
 
 def refuses(call: Call) -> str | None:
@@ -78,14 +78,17 @@ def comparable(dim: int, width: int) -> bool:
 
 def even(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The three as the fused kernel wants them: one width (zeros change no product), as many keys' heads as values'."""
-    dim, width = q.shape[-1], v.shape[-1]
+    ks, vs = k.shape, v.shape
+    dim, width = ks[-1], vs[-1]
     if dim < width:
         q, k = F.pad(q, (0, width - dim)), F.pad(k, (0, width - dim))
     elif width < dim:
         v = F.pad(v, (0, dim - width))
-    if k.shape[-3] != v.shape[-3]:
-        heads = math.lcm(k.shape[-3], v.shape[-3])
+    if ks[-3] != vs[-3]:
+        heads = math.lcm(ks[-3], vs[-3])
         k, v = to_heads(k, heads), to_heads(v, heads)
+    if q.stride(-1) == k.stride(-1) == v.stride(-1) == 1:
+        return q, k, v
     return strided(q), strided(k), strided(v)
 
 

@@ -161,8 +161,15 @@ class MultiHeadAttention(nn.Module):
         out = run(call)
         if gate is not None:
             out = out * gate[:, None, None].to(out.dtype)
-        join = None if o_proj is None else o_proj.weight
-        return self._combine(out, live), Heads(call, Origin(out, join, gate), cache)
+        if self.combine == "mean":
+            output = out.mean(-3)
+        else:
+            # (..., queries, heads · value_dim)
+            output = out.transpose(-3, -2).flatten(-2)
+        if o_proj is None:
+            return output, Heads(call, Origin(out, None, gate), cache)
+        output = o_proj(output) if live is None else live.spread(o_proj(live.gather(output)))
+        return output, Heads(call, Origin(out, o_proj.weight, gate), cache)
 
     def explain(
         self,
@@ -185,16 +192,21 @@ class MultiHeadAttention(nn.Module):
         key = query if key is None else key
         value = key if value is None else value
         self._check_inputs(query, key, value)
-        over = neighbourhood(over).within(to_itself)
-        live = None
-        if type(over) is not Dense and to_itself and value is key and cache is None:
-            live = _live(over, query, self.num_heads)
+        over, live = neighbourhood(over), None
+        if type(over) is not Dense:
+            over = over.within(to_itself)
+            if to_itself and value is key and cache is None:
+                live = _live(over, query, self.num_heads)
         if live is not None:
             rows = live.gather(query)
             q, k, v = live.spread(self.q_proj(rows)), live.spread(self.k_proj(rows)), live.spread(self.v_proj(rows))
         else:
             q, k, v = self.q_proj(query), self.k_proj(key), self.v_proj(value)
-        q, k, v = _split(q, self.num_heads), _split(k, self.kv_heads), _split(v, self.value_heads)
+        # (..., items, heads · dim) -> (..., heads, items, dim)
+        q = q.view(*query.shape[:-1], self.num_heads, self.head_dim).transpose(-3, -2)
+        items = key.shape[:-1]
+        k = k.view(*items, self.kv_heads, self.head_dim).transpose(-3, -2)
+        v = v.view(*items, self.value_heads, self.value_dim).transpose(-3, -2)
         q_norm, position = self.q_norm, self.position
         if q_norm is not None:
             assert self.k_norm is not None
@@ -217,18 +229,6 @@ class MultiHeadAttention(nn.Module):
                 cache.length -= key.shape[-2]
             raise
         return call, live
-
-    def _combine(self, out: Float[Tensor, "... heads queries value_dim"], live: Live | None) -> Tensor:
-        if self.combine == "mean":
-            return out.mean(-3)
-        # (..., queries, heads · value_dim)
-        joined = out.transpose(-3, -2).flatten(-2)
-        if self.o_proj is None:
-            return joined
-        if live is not None:
-            return live.spread(self.o_proj(live.gather(joined)))
-        projected: Tensor = self.o_proj(joined)
-        return projected
 
     def cache(
         self, batch: int | tuple[int, ...] | None, length: int, *, dtype: torch.dtype | None = None
@@ -284,11 +284,6 @@ class MultiHeadAttention(nn.Module):
     def extra_repr(self) -> str:
         grouped = "" if self.kv_heads == self.num_heads else f", kv_heads={self.kv_heads}"
         return f"{self.d_model}, num_heads={self.num_heads}{grouped}, head_dim={self.head_dim}, combine={self.combine!r}, dropout={self.dropout}"
-
-
-def _split(x: Float[Tensor, "... items heads_dim"], heads: int) -> Float[Tensor, "... heads items dim"]:
-    *lead, width = x.shape
-    return x.view(*lead, heads, width // heads).transpose(-3, -2)
 
 
 def _live(over: Neighbourhood, query: Tensor, heads: int) -> Live | None:
