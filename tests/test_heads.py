@@ -412,3 +412,12 @@ def test_func_grad_through_streamed_numbers():
     x.requires_grad_()
     (wanted,) = torch.autograd.grad(mha(x)[1].entropy().sum(), x)
     torch.testing.assert_close(got, wanted)
+
+
+def test_top_marks_what_is_no_key():
+    _, _, heads = looked("causal")
+    values, keys = heads.top(3)
+    assert keys[0, 0, 0].tolist() == [0, -1, -1]
+    assert ((keys >= 0) == (values > 0)).all()
+    assert repr(heads.contribution()).endswith("over=Causal(), of contributions)")
+    assert heads.contribution().plot().axes[-1].get_ylabel() == "contribution"

@@ -81,16 +81,25 @@ def call(over, batch=3, heads=4, queries=5, keys=7):
             lambda: call(Segments(torch.zeros(5).long()), queries=7, keys=5),
             r"Segments: 7 queries are more than the 5 keys; pass their own ids as query_ids",
         ),
-        (lambda: call(torch.zeros(5, 7)), r"Mask: keep is torch.float32; it must be bool.*pass them as bias="),
+        (
+            lambda: call(torch.zeros(5, 7)),
+            r"Mask: keep is torch.float32; it must be bool.*pass them as bias=.*keep = mask == 0",
+        ),
         (lambda: call(torch.full((5, 7), 2)), r"Mask: keep is torch.int64 with values other than 0 and 1"),
         (lambda: call(torch.ones(7).bool()), r"Mask: keep has shape \(7,\); it must end in \(queries, keys\).*Padding"),
-        (lambda: call(torch.ones(3, 7).bool()), r"reads as \(batch, keys\).*Use Padding\(keep\)"),
+        (
+            lambda: call(torch.ones(3, 7).bool()),
+            r"reads as \(batch, keys\).*use Padding\(keep\), True = a real key.*Padding\(~mask\)",
+        ),
         (lambda: call(torch.ones(3, 5, 7).bool()), r"reads as \(batch, queries, keys\); unsqueeze\(1\)"),
         (lambda: call(torch.ones(4, 5, 7).bool(), batch=4), r"as many heads as rows.*unsqueeze\(1\).*keep\[None\]"),
         (
             lambda: call(torch.ones(5, 6).bool()),
             r"Mask: keep has shape \(5, 6\); it must broadcast to .* = \(3, 4, 5, 7\)",
         ),
+        (lambda: call(torch.ones(12, 5, 7).bool()), r"splits batch and heads"),
+        (lambda: call(torch.tensor([[3, 4, 5]])), r"Lengths go to Padding\(lengths\)"),
+        (lambda: call(Causal), r"over: got the class Causal; pass a neighbourhood such as Causal\(\)"),
         (lambda: call("causal"), r"over: got str; pass a neighbourhood such as Causal\(\)"),
     ],
 )

@@ -30,12 +30,9 @@ _OFFSETS = {"self": 0, "previous": -1, "next": 1}
 class Origin(NamedTuple):
     """What a view came from besides the attention itself: what the layer made of the heads' outputs."""
 
-    outputs: Float[Tensor, "... heads queries value_dim"] | None = None
+    outputs: Float[Tensor, "... heads queries value_dim"]
     join: Float[Tensor, "out heads_dim"] | None = None
     gate: Float[Tensor, " heads"] | None = None
-
-
-_NOTHING_MORE = Origin()
 
 
 class Heads:
@@ -48,7 +45,7 @@ class Heads:
     `torch.compile` and `torch.export` return is not watched.
     """
 
-    def __init__(self, call: Call, origin: Origin = _NOTHING_MORE, cache: Any = None) -> None:
+    def __init__(self, call: Call, origin: Origin, cache: Any = None) -> None:
         self._part = Part(call)
         self._origin = origin
         self._seen = None if torch.compiler.is_compiling() else _versions(call, origin, cache)
@@ -69,8 +66,6 @@ class Heads:
     def outputs(self) -> Float[Tensor, "... heads queries value_dim"]:
         """Each head's own output, before the heads are combined."""
         self._fresh("outputs")
-        if self._origin.outputs is None:
-            raise ValueError("outputs: this view was made without them")
         out, part = self._origin.outputs, self._part
         out = out if part.heads is None else out.index_select(-3, part.heads)
         return out if part.queries is None else out.index_select(-2, part.queries)
@@ -133,7 +128,7 @@ class Heads:
         return metrics.received(self._fresh())
 
     def top(self, k: int) -> tuple[Float[Tensor, "... heads queries k"], Int[Tensor, "... heads queries k"]]:
-        """The k largest weights of each query, and the keys they lie on."""
+        """The k largest weights of each query, and the keys they lie on; -1 where a query has fewer keys."""
         if not 1 <= k <= self.shape[-1]:
             raise ValueError(f"k: it is {k}; there are {self.shape[-1]} keys")
         return metrics.top(self._fresh(), k)
@@ -158,12 +153,17 @@ class Heads:
             tokens: names for the keys (and for as many queries).
             size: a longer sequence is averaged to as many cells.
         """
-        return plot(self._row_maps(batch, size), self._part.numbers("heads").tolist(), tokens, self.shape)
+        return plot(
+            self._row_maps(batch, size), self._part.numbers("heads").tolist(), tokens, self.shape, self._measure()
+        )
 
     def _repr_html_(self) -> str:
         if not self.shape.numel():
             return text.escape(repr(self))
         return html(self._row_maps(0, 64), self._part.numbers("heads").tolist(), repr(self))
+
+    def _measure(self) -> str:
+        return "weight" if self._part.moved is None else "contribution"
 
     def _row_maps(self, batch: int, size: int) -> Float[Tensor, "heads height width"]:
         """The heat-maps of one row of the batch."""
@@ -299,7 +299,8 @@ class Heads:
         return (self[i] for i in range(len(self)))
 
     def __repr__(self) -> str:
-        return f"Heads(shape={tuple(self.shape)}, over={self._part.call.over!r})"
+        what = "" if self._part.moved is None else ", of contributions"
+        return f"Heads(shape={tuple(self.shape)}, over={self._part.call.over!r}{what})"
 
 
 def _as_tensor(name: str) -> Callable[..., Any]:

@@ -329,18 +329,23 @@ class Mask(Neighbourhood):
     tensors = ("keep",)
 
     def __init__(self, keep: Bool[Tensor, "... queries keys"]) -> None:
-        if not isinstance(keep, Tensor):
+        given: object = keep
+        if not isinstance(given, Tensor):
+            kind = f"the class {given.__name__}" if isinstance(given, type) else type(given).__name__
             raise ValueError(
-                f"over: got {type(keep).__name__}; pass a neighbourhood such as Causal(), or a bool tensor that is True where attention may go"
+                f"over: got {kind}; pass a neighbourhood such as Causal() or Padding(lengths), "
+                "or a bool tensor that is True where attention may go"
             )
         if keep.is_floating_point():
             raise ValueError(
-                f"Mask: keep is {keep.dtype}; it must be bool, True where attention may go. "
-                "To add numbers to the scores pass them as bias=..., and to use an additive mask pass keep = mask > -inf"
+                f"Mask: keep is {keep.dtype}; it must be bool, True where attention may go. To add numbers to the scores pass "
+                "them as bias=...; for an additive mask, 0 where attention may go, pass keep = mask == 0"
             )
         if keep.dtype != torch.bool:
             if not numbers_hidden() and not bool(((keep == 0) | (keep == 1)).all()):
-                raise ValueError(f"Mask: keep is {keep.dtype} with values other than 0 and 1; 1 (True) = may attend")
+                raise ValueError(
+                    f"Mask: keep is {keep.dtype} with values other than 0 and 1; 1 (True) = may attend. Lengths go to Padding(lengths)"
+                )
             keep = keep.bool()
         if keep.dim() < 2:
             raise ValueError(
@@ -357,7 +362,8 @@ class Mask(Neighbourhood):
             shape = shape[1:]
         if len(shape) == 2 and shape == (batch, sizes.keys) != (sizes.queries, sizes.keys):
             raise ValueError(
-                f"Mask: keep has shape {shape}, which reads as (batch, keys); it must end in (queries, keys). Use Padding(keep) for padded keys"
+                f"Mask: keep has shape {shape}, which reads as (batch, keys); it must end in (queries, keys). For padded keys "
+                "use Padding(keep), True = a real key; torch's key_padding_mask, True = padded, is Padding(~mask)"
             )
         if len(shape) == 3 and batch is not None and shape[0] == batch and shape[0] != 1:
             hint = "unsqueeze(1) makes it (batch, 1, queries, keys)"
@@ -367,8 +373,10 @@ class Mask(Neighbourhood):
                 f"Mask: keep has shape {shape} and there are as many heads as rows in the batch; {hint}, keep[None] (1, heads, queries, keys)"
             )
         if not broadcasts(shape, wanted) or shape[-1] != sizes.keys:
+            by_head = batch is not None and len(shape) == 3 and shape[0] == batch * sizes.heads
+            hint = f"; keep.unflatten(0, ({batch}, {sizes.heads})) splits batch and heads" if by_head else ""
             raise ValueError(
-                f"Mask: keep has shape {shape}; it must broadcast to (..., heads, queries, keys) = {wanted}"
+                f"Mask: keep has shape {shape}; it must broadcast to (..., heads, queries, keys) = {wanted}{hint}"
             )
 
     def allows(self, head: Tensor, query: Tensor, key: Tensor) -> Tensor:

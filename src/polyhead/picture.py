@@ -28,8 +28,9 @@ def plot(
     numbers: Sequence[int],
     tokens: Sequence[str] | None,
     shape: Sequence[int],
+    measure: str,
 ) -> Figure:
-    """One heat-map a head on one colour scale from 0 to the largest weight of all."""
+    """One heat-map a head on one colour scale from 0 to the largest of all."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -56,7 +57,7 @@ def plot(
         if place // columns == lines - 1:
             axis.set_xlabel("key")
     if picture is not None:
-        figure.colorbar(picture, ax=axes, label="weight", shrink=0.8)
+        figure.colorbar(picture, ax=axes, label=measure, shrink=0.8)
     return figure
 
 

@@ -51,3 +51,9 @@ def test_short_runs_share_a_tile():
     ids = np.arange(4000) // 5
     _, tiles = area(Segments(torch.from_numpy(ids)), 4000)
     assert len(tiles) <= 4000 // BLOCK + 1
+
+
+def test_small_rows_that_differ_share_one_tile():
+    first, stop = Padding(torch.tensor([3, 0, 7]), queries=True).interval(9, 9, torch.device("cpu"))
+    (tile,) = plan(first.numpy(), stop.numpy(), 3, together=True)
+    assert tile == (0, 3, 0, 9, 0, 7, "ragged")

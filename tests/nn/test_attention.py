@@ -90,7 +90,8 @@ def test_padded_queries_get_zero_where_they_are_keys():
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_projecting_only_real_rows_changes_nothing(training):
+def test_projecting_only_real_rows_changes_nothing(training, monkeypatch):
+    monkeypatch.setattr("polyhead.nn.attention._SMALL", 0)
     mha = layer(kv_heads=3, dropout=0.0).train(training)
     x = torch.randn(3, 11, 30, requires_grad=True)
     keep = torch.arange(11) < torch.tensor([3, 9, 0])[:, None]
@@ -354,6 +355,10 @@ def translated(**words):
         (lambda: layer()(torch.randn(2, 11, 30), bias=torch.ones(11, 7)), r"bias: its shape is \(1, 11, 7\)"),
         (translated(key_padding_mask=1), r"key_padding_mask= becomes over=Padding\(~key_padding_mask\)"),
         (translated(attn_mask=1, need_weights=False), r"(?s)attn_mask= becomes over=~attn_mask.*need_weights= becomes nothing"),
+        (translated(attention_mask=1), r"attention_mask= becomes over=Padding\(attention_mask.bool\(\)\)"),
+        (translated(attn_mask=1, is_causal=True), r"(?s)several neighbourhoods are joined with &"),
+        (lambda: layer(batch_first=True), r"batch_first= becomes nothing"),
+        (lambda: layer(kdim=3, add_zero_attn=True), r"(?s)kdim= becomes d_key.*add_zero_attn= becomes sink=0.0"),
         (translated(is_causal=True), r"is_causal= becomes over=Causal\(\).*"),
         (translated(average_attn_weights=True), r"becomes heads.weights.mean\(-3\)"),
     ],
@@ -366,6 +371,8 @@ def test_messages(make, message):
 def test_an_unknown_argument_is_a_type_error():
     with pytest.raises(TypeError, match="takes no argument 'mask'"):
         layer()(torch.randn(2, 11, 30), mask=None)
+    with pytest.raises(TypeError, match="takes no argument 'heads'"):
+        layer(heads=3)
 
 
 def test_attend_messages():

@@ -81,7 +81,7 @@ def test_messages():
         mha(x, cache=cache)
     with torch.no_grad():
         mha(x, cache=cache)
-        with pytest.raises(ValueError, match=r"cache: it is full: 5 of 8 places are filled and 5 more do not fit"):
+        with pytest.raises(ValueError, match=r"cache: 5 more do not fit: 5 of 8 places are filled"):
             mha(x, cache=cache)
         assert cache.length == 5
         with pytest.raises(
@@ -125,3 +125,10 @@ def test_a_cache_of_another_layer():
         mha(torch.randn(1, 1, 24), cache=other.cache(1, 4))
     with pytest.raises(ValueError, match=r"cache: it is int; it must be one made by mha.cache"):
         mha(torch.randn(1, 1, 24), cache=3)
+
+
+@torch.no_grad()
+def test_cross_attention_has_no_use_for_a_cache():
+    mha = MultiHeadAttention(24, 6).eval()
+    with pytest.raises(ValueError, match="cache: it is for a sequence that attends to itself"):
+        mha(torch.randn(1, 1, 24), torch.randn(1, 3, 24), cache=mha.cache(1, 4))

@@ -117,10 +117,10 @@ def received(part: Part) -> Float[Tensor, "... heads keys"]:
 
 
 def top(part: Part, k: int) -> tuple[Float[Tensor, "... heads queries k"], Int[Tensor, "... heads queries k"]]:
-    """The k largest weights of each query and their keys' numbers."""
+    """The k largest weights of each query and their keys' numbers, -1 where it has fewer keys."""
     best = [answer for _, answer in _blocks(part, lambda p, query, key: tuple(p.topk(k, -1)))]
     values, places = (torch.cat(column, -2) for column in zip(*best, strict=True))
-    return values, part.numbers("keys")[places]
+    return values, part.numbers("keys")[places].masked_fill(values == 0, -1)
 
 
 def heatmap(part: Part, size: int) -> Float[Tensor, "... heads height width"]:

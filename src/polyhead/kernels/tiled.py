@@ -21,6 +21,10 @@ from polyhead.score import Dot
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 
+# Products in one row of a batch below which a call of the fused kernel costs more than the work.
+SMALL = 1 << 20
+
+
 class Tiled:
     """Any neighbourhood, bias and dropout, with dot products."""
 
@@ -83,7 +87,8 @@ class _Work:
         self.device = q.device
         self._last_band: tuple[tuple[int, bytes, bytes], Tensor] | None = None
         low, high = (bound.cpu().numpy().clip(0, keys) for bound in (first, stop))
-        self.tiles = plan(low, high, q.shape[0], whole=not plain)
+        small = q.shape[1] * q.shape[2] * keys * q.shape[3] < SMALL
+        self.tiles = plan(low, high, q.shape[0], whole=not plain, together=small)
         self._low, self._high = low, high
 
     def additive(self, tile: Tile) -> Tensor | None:
@@ -100,16 +105,17 @@ class _Work:
         return add
 
     def _band(self, tile: Tile) -> Tensor:
-        """(1, 1, queries, keys) of 0 and -inf; tiles of one outline that follow each other share it."""
-        row = 0 if len(self._low) == 1 else tile.b0
-        low = self._low[row, tile.q0 : tile.q1] - tile.k0
-        high = self._high[row, tile.q0 : tile.q1] - tile.k0
+        """(rows or 1, 1, queries, keys) of 0 and -inf; tiles of one outline that follow each other share it."""
+        rows = slice(0, 1) if len(self._low) == 1 else slice(tile.b0, tile.b1)
+        low = self._low[rows, tile.q0 : tile.q1] - tile.k0
+        high = self._high[rows, tile.q0 : tile.q1] - tile.k0
         known = (tile.k1 - tile.k0, low.tobytes(), high.tobytes())
         if self._last_band is None or self._last_band[0] != known:
             key = torch.arange(tile.k1 - tile.k0, device=self.device)
-            low_, high_ = (torch.from_numpy(x.copy()).to(self.device)[:, None] for x in (low, high))
-            band = torch.zeros(1, 1, tile.q1 - tile.q0, len(key), dtype=self.dtype, device=self.device)
-            self._last_band = known, band.masked_fill_((key < low_) | (key >= high_), -torch.inf)
+            begin, end = (torch.from_numpy(x.copy()).to(self.device)[:, None, :, None] for x in (low, high))
+            hidden = (key < begin) | (key >= end)
+            band = torch.zeros(hidden.shape, dtype=self.dtype, device=self.device).masked_fill_(hidden, -torch.inf)
+            self._last_band = known, band
         return self._last_band[1]
 
     def _diagonals(self, tile: Tile) -> Tensor:

@@ -33,12 +33,26 @@ class Tile(NamedTuple):
     """`"full"`: every pair; `"causal"`: a lower triangle; `"ragged"`: as the intervals say."""
 
 
-def plan(first: Bounds, stop: Bounds, batch: int, *, block: int = BLOCK, whole: bool = True) -> list[Tile]:
-    """Cut the intervals (rows, queries) of a batch into tiles. `whole`: leave full and causal ones in one piece."""
+def plan(
+    first: Bounds, stop: Bounds, batch: int, *, block: int = BLOCK, whole: bool = True, together: bool = False
+) -> list[Tile]:
+    """Cut the intervals (rows, queries) of a batch into tiles.
+
+    Args:
+        first, stop: of each query, `[first, stop)`; one row for all of the batch, or one for each.
+        batch: how many rows the batch has.
+        block: how many queries a ragged tile has at the most.
+        whole: leave full and causal tiles in one piece.
+        together: one tile for rows that differ; for rows so small that a call costs more than their work.
+    """
     if len(first) > 1 and (first == first[0]).all() and (stop == stop[0]).all():
         first, stop = first[:1], stop[:1]
     if len(first) == 1:
         return list(_row(first[0], stop[0], 0, batch, block, whole))
+    if together and (stop > first).any():
+        live = stop > first
+        k0, k1 = int(first[live].min()), int(stop[live].max())
+        return [Tile(0, batch, 0, first.shape[1], k0, k1, "ragged")]
     return [tile for b in range(batch) for tile in _row(first[b], stop[b], b, b + 1, block, whole)]
 
 

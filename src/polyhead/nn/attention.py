@@ -22,8 +22,9 @@ from polyhead.position import Position
 from polyhead.score import Dot, Score
 
 Combine = Literal["project", "concat", "mean"]
-# Of a batch that is fuller than this, all rows are projected: leaving few out costs more than it saves.
+# Of a batch that is fuller than this, or has fewer numbers, all rows are projected: leaving some out saves too little.
 _FULL = 0.9
+_SMALL = 1 << 17
 
 
 class MultiHeadAttention(nn.Module):
@@ -74,8 +75,11 @@ class MultiHeadAttention(nn.Module):
         qk_norm: bool = False,
         bias: bool = True,
         dropout: float = 0.0,
+        **torch_words: Any,
     ) -> None:
         super().__init__()
+        if torch_words:
+            raise _untranslated(torch_words, _CONSTRUCTOR_WORDS)
         _check_sizes(
             d_model=d_model, num_heads=num_heads, kv_heads=kv_heads, head_dim=head_dim, value_dim=value_dim, d_key=d_key,
             d_value=d_value, d_out=d_out,
@@ -149,9 +153,13 @@ class MultiHeadAttention(nn.Module):
             ValueError: where shapes do not fit, with the argument's name and the rule.
         """
         if torch_words:
-            raise _untranslated(torch_words)
+            raise _untranslated(torch_words, _CALL_WORDS)
         if cache is not None and not isinstance(cache, KeyValueCache):
             raise ValueError(f"cache: it is {type(cache).__name__}; it must be one made by mha.cache(batch, length)")
+        if cache is not None and key is not None and key is not query:
+            raise ValueError(
+                "cache: it is for a sequence that attends to itself; key must be left out, or be the query"
+            )
         gate, o_proj = self.gate, self.o_proj
         if gate is not None and gate.shape != (self.num_heads,):
             raise ValueError(
@@ -288,7 +296,7 @@ class MultiHeadAttention(nn.Module):
 
 def _live(over: Neighbourhood, query: Tensor, heads: int) -> Live | None:
     """Which rows of a padded batch to project; None for all."""
-    if numbers_hidden():
+    if numbers_hidden() or query.numel() < _SMALL:
         return None
     over.check(Sizes(tuple(query.shape[:-2]), heads, query.shape[-2], query.shape[-2]))
     real = over.real_queries(query.shape[:-1])
@@ -323,22 +331,35 @@ def _check_choices(
         raise ValueError(f"dropout: it is {dropout!r}; it must be at least 0 and less than 1")
 
 
-_TRANSLATIONS = {
+_CONSTRUCTOR_WORDS = {
+    "embed_dim": "d_model",
+    "batch_first": "nothing: tensors are (..., items, features), the batch first",
+    "kdim": "d_key",
+    "vdim": "d_value",
+    "add_zero_attn": "sink=0.0",
+    "add_bias_kv": "nothing here: only the drop-in appends a learned key and value",
+    "device": "with torch.device(device): around the constructor, or .to(device)",
+    "dtype": ".to(dtype)",
+}
+_CALL_WORDS = {
     "key_padding_mask": "over=Padding(~key_padding_mask), True = a real key (padded queries get zero; queries=False lets them attend)",
     "attn_mask": "over=~attn_mask for a bool mask (here True = may attend), bias=attn_mask for numbers to add",
     "is_causal": "over=Causal()",
     "need_weights": "nothing: heads is always handed back, and costs nothing until heads.weights is asked for",
     "average_attn_weights": "heads.weights.mean(-3)",
+    "attention_mask": "over=Padding(attention_mask.bool()), for one of (batch, keys)",
 }
 
 
-def _untranslated(words: dict[str, Any]) -> Exception:
-    unknown = [word for word in words if word not in _TRANSLATIONS]
+def _untranslated(words: dict[str, Any], known: dict[str, str]) -> Exception:
+    unknown = [word for word in words if word not in known]
     if unknown:
-        return TypeError(
-            f"MultiHeadAttention takes no argument {unknown[0]!r}; it takes query, key, value, over, bias and cache"
-        )
-    lines = "\n".join(f"  {word}= becomes {_TRANSLATIONS[word]}" for word in words)
+        return TypeError(f"MultiHeadAttention takes no argument {unknown[0]!r}; see help(MultiHeadAttention)")
+    lines = [f"  {word}= becomes {known[word]}" for word in words]
+    if sum("over=" in known[word] for word in words) > 1:
+        lines.append("  several neighbourhoods are joined with &: over=Causal() & Padding(lengths)")
     return ValueError(
-        f"these are torch.nn.MultiheadAttention's words:\n{lines}\nFor a drop-in that takes them, use polyhead.interop.torch.MultiheadAttention"
+        "these are words of other layers:\n"
+        + "\n".join(lines)
+        + "\nFor a drop-in that takes torch's words, use polyhead.interop.torch.MultiheadAttention"
     )

@@ -37,7 +37,7 @@ class KeyValueCache:
         new = k.shape[-2]
         if self.length + new > self.capacity:
             raise ValueError(
-                f"cache: it is full: {self.length} of {self.capacity} places are filled and {new} more do not fit; "
+                f"cache: {new} more do not fit: {self.length} of {self.capacity} places are filled; "
                 "make it longer with mha.cache(batch, length), or go back with cache.truncate(length)"
             )
         if k.dtype != self._k.dtype:
