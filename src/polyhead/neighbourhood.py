@@ -450,6 +450,13 @@ class Rows(Neighbourhood):
         allowed = self.over.allows(head, query, key)
         return allowed.expand(*self.batch, *allowed.shape[-3:])[self.rows] if allowed.dim() > 3 else allowed
 
+    def interval(self, queries: int, keys: int, device: torch.device) -> Interval:
+        first, stop = self.over.interval(queries, keys, device)
+        if first.dim() == 1:
+            return first, stop
+        first, stop = (bound.expand(*self.batch, queries)[self.rows] for bound in (first, stop))
+        return first, stop
+
     def leaves(self) -> tuple[Tensor, ...]:
         return self.over.leaves()
 

@@ -1,11 +1,12 @@
-"""Numbers about heads, streamed: blocks of queries at a time, never queries x keys. They are in at least fp32.
+"""Numbers about heads, streamed: blocks of queries at a time and the keys in their reach, never queries x keys.
 
-Where gradients are asked for, a block is computed anew in backward instead of being kept.
+They are in at least fp32. Where gradients are asked for, a block is computed anew in backward instead of being kept.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -13,9 +14,11 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from polyhead._torch import under_transform
+from polyhead._torch import numbers_hidden, under_transform
 from polyhead.kernels.call import Call
 from polyhead.kernels.reference import weights
+from polyhead.kernels.tiles import Bounds
+from polyhead.neighbourhood import Dense
 
 # Numbers in one block of weights: a million of fp32 are 4 MB. Fewer cost more time, more only memory.
 BLOCK = 1 << 20
@@ -44,32 +47,84 @@ class Part(NamedTuple):
         chosen = ((self.heads, sizes.heads), (self.queries, sizes.queries), (self.keys, sizes.keys))
         return torch.Size((*sizes.batch, *(size if index is None else len(index) for index, size in chosen)))
 
-    def weights(self, queries: Int[Tensor, " rows"] | None = None) -> Float[Tensor, "... heads queries keys"]:
-        """The weights, of all queries that are looked at or of these, in at least fp32."""
-        p = weights(self.call, self.queries if queries is None else queries, self.heads)
+    def weights(
+        self, queries: Int[Tensor, " rows"] | None = None, span: tuple[int, int] | None = None
+    ) -> Float[Tensor, "... heads queries keys"]:
+        """The weights, of all queries that are looked at or of these, in at least fp32; of a span of all keys, if given."""
+        p = weights(self.call, self.queries if queries is None else queries, self.heads, span)
         if self.moved is not None:
             moved = self.moved if self.heads is None else self.moved.index_select(-2, self.heads)
+            moved = moved if span is None else moved[..., span[0] : span[1]]
             p = p * moved[..., None, :]
         return p if self.keys is None else p.index_select(-1, self.keys)
 
 
-# What a metric does with a block: the weights, the positions of its queries (queries, 1) and those of the keys (keys).
-Block = Callable[[Float[Tensor, "... heads rows keys"], Int[Tensor, "rows 1"], Int[Tensor, " keys"]], Answer]
+# What a metric does with a block: the weights, the positions of its queries (queries, 1) and those of the keys (keys), and
+# which of the keys that are looked at these are.
+Block = Callable[[Float[Tensor, "... heads rows keys"], Int[Tensor, "rows 1"], Int[Tensor, " keys"], slice], Answer]
 
 
-def _blocks(part: Part, measure: Block[Answer]) -> Iterator[tuple[slice, Answer]]:
-    sizes, queries, keys = part.call.sizes, part.numbers("queries"), part.numbers("keys")
-    a_query = max(1, part.shape[:-2].numel() * sizes.keys)
-    rows = max(1, BLOCK // a_query)
+class _Place(NamedTuple):
+    """Where a block lies among the queries and keys that are looked at."""
 
-    def block(chosen: Tensor) -> Answer:
-        return measure(part.weights(chosen), chosen[:, None] + (sizes.keys - sizes.queries), keys)
+    rows: slice
+    columns: slice
 
+
+def _blocks(part: Part, measure: Block[Answer]) -> Iterator[tuple[_Place, Answer]]:
+    queries, keys = part.numbers("queries"), part.shape[-1]
     learns = torch.is_grad_enabled() and not under_transform() and _learned(part)
-    for begin in range(0, max(len(queries), 1), rows):
-        chosen = queries[begin : begin + rows]
-        answer: Answer = checkpoint(block, chosen, use_reentrant=False) if learns else block(chosen)
-        yield slice(begin, begin + len(chosen)), answer
+    for rows, span in _spans(part):
+        columns = slice(0, keys) if span is None else slice(*span)
+        block = partial(_block, part, measure, span, columns)
+        answer: Answer = checkpoint(block, queries[rows], use_reentrant=False) if learns else block(queries[rows])
+        yield _Place(rows, columns), answer
+
+
+def _block(
+    part: Part, measure: Block[Answer], span: tuple[int, int] | None, columns: slice, chosen: Int[Tensor, " rows"]
+) -> Answer:
+    sizes = part.call.sizes
+    position = chosen[:, None] + (sizes.keys - sizes.queries)
+    return measure(part.weights(chosen, span), position, part.numbers("keys")[columns], columns)
+
+
+def _spans(part: Part) -> Iterator[tuple[slice, tuple[int, int] | None]]:
+    """Blocks of the queries that are looked at, and the stretch of keys that each may attend to (None: all)."""
+    number, keys = part.shape[-2], part.call.sizes.keys
+    budget = BLOCK // max(1, part.shape[:-2].numel())
+    reach = _reach(part)
+    begin = 0
+    while begin < number or begin == 0:
+        rows, span = max(1, budget // max(keys, 1)), None
+        if reach is not None:
+            rows, span = _fitting(reach[0][begin:], reach[1][begin:], budget, keys)
+        yield slice(begin, min(begin + rows, number)), span
+        begin += rows
+
+
+def _reach(part: Part) -> tuple[Bounds, Bounds] | None:
+    """The interval of keys of each query that is looked at, over all rows of the batch; None where all are visited."""
+    call = part.call
+    if type(call.over) is Dense or part.keys is not None or numbers_hidden() or 0 in part.shape:
+        return None
+    _, _, queries, keys = call.sizes
+    first, stop = (bound.reshape(-1, queries) for bound in call.over.interval(queries, keys, call.q.device))
+    dead = stop <= first
+    first, stop = first.masked_fill(dead, keys).amin(0), stop.masked_fill(dead, 0).amax(0)
+    chosen = part.numbers("queries")
+    return first[chosen].cpu().numpy(), stop[chosen].cpu().numpy()
+
+
+def _fitting(first: Bounds, stop: Bounds, budget: int, keys: int) -> tuple[int, tuple[int, int]]:
+    """How many of these queries fit into a block together, and their keys."""
+    rows = max(1, min(len(first), budget))
+    while True:
+        low, high = int(first[:rows].min()), int(stop[:rows].max())
+        low, high = (low, high) if low < high else (0, min(1, keys))
+        if rows == 1 or rows * (high - low) <= budget:
+            return rows, (low, high)
+        rows = max(1, min(rows // 2, budget // (high - low)))
 
 
 def _learned(part: Part) -> bool:
@@ -85,7 +140,7 @@ def _each_query(part: Part, measure: Block[Tensor]) -> Tensor:
 
 def entropy(part: Part) -> Float[Tensor, "... heads queries"]:
     """−Σ p log p of each query's weights, in nats."""
-    return _each_query(part, lambda p, query, key: -(p * _positive(p).log()).sum(-1))
+    return _each_query(part, lambda p, query, key, columns: -(p * _positive(p).log()).sum(-1))
 
 
 def _positive(x: Tensor) -> Tensor:
@@ -95,51 +150,64 @@ def _positive(x: Tensor) -> Tensor:
 
 def distance(part: Part) -> Float[Tensor, "... heads queries"]:
     """How far each query looks on average: Σ p |key − query|."""
-    return _each_query(part, lambda p, query, key: (p * (key - query).abs()).sum(-1))
+    return _each_query(part, lambda p, query, key, columns: (p * (key - query).abs()).sum(-1))
 
 
 def mass(part: Part, offset: int) -> Float[Tensor, "... heads queries"]:
     """How much of each query's weight lies on the key that stands `offset` after it."""
-    return _each_query(part, lambda p, query, key: (p * (key - query == offset)).sum(-1))
+    return _each_query(part, lambda p, query, key, columns: (p * (key - query == offset)).sum(-1))
 
 
 def mass_on(part: Part, marked: Float[Tensor, "... keys"]) -> Float[Tensor, "... heads queries"]:
     """How much of each query's weight lies on the marked keys (1: marked)."""
-    return _each_query(part, lambda p, query, key: (p * marked[..., None, None, :].to(p.dtype)).sum(-1))
+    return _each_query(part, lambda p, query, key, columns: (p * marked[..., None, None, columns].to(p.dtype)).sum(-1))
 
 
 def received(part: Part) -> Float[Tensor, "... heads keys"]:
     """How much weight each key receives from all queries together."""
-    total = torch.zeros((), device=part.call.q.device)
-    for _, answer in _blocks(part, lambda p, query, key: p.sum(-2)):
-        total = total + answer
+    total = _room(part, (*part.shape[:-2], part.shape[-1]))
+    for place, answer in _blocks(part, lambda p, query, key, columns: p.sum(-2)):
+        total = total + _placed(answer, place.columns, part.shape[-1])
     return total
+
+
+def _room(part: Part, shape: tuple[int, ...]) -> Tensor:
+    wide = torch.promote_types(part.call.q.dtype, torch.float32)
+    return torch.zeros(shape, dtype=wide, device=part.call.q.device)
+
+
+def _placed(x: Float[Tensor, "... some"], columns: slice, size: int) -> Float[Tensor, "... size"]:
+    """What is known of some keys among zeros for the others."""
+    return x if x.shape[-1] == size else torch.nn.functional.pad(x, (columns.start, size - columns.stop))
 
 
 def top(part: Part, k: int) -> tuple[Float[Tensor, "... heads queries k"], Int[Tensor, "... heads queries k"]]:
     """The k largest weights of each query and their keys' numbers, -1 where it has fewer keys."""
-    best = [answer for _, answer in _blocks(part, lambda p, query, key: tuple(p.topk(k, -1)))]
-    values, places = (torch.cat(column, -2) for column in zip(*best, strict=True))
-    return values, part.numbers("keys")[places].masked_fill(values == 0, -1)
+
+    def largest(p: Tensor, query: Tensor, key: Tensor, columns: slice) -> tuple[Tensor, ...]:
+        # a span may hold fewer than k keys
+        values, places = torch.nn.functional.pad(p, (0, max(0, k - p.shape[-1]))).topk(k, -1)
+        return values, torch.nn.functional.pad(key, (0, max(0, k - len(key))))[places]
+
+    best = [answer for _, answer in _blocks(part, largest)]
+    values, keys = (torch.cat(column, -2) for column in zip(*best, strict=True))
+    return values, keys.masked_fill(values == 0, -1)
 
 
 def heatmap(part: Part, size: int) -> Float[Tensor, "... heads height width"]:
     """The weights averaged to at most size x size cells."""
     height, width = (min(size, max(n, 1)) for n in part.shape[-2:])
-    wide, device = torch.promote_types(part.call.q.dtype, torch.float32), part.call.q.device
-    down, across = (
-        _cells(n, cells, device).to(wide) for n, cells in zip(part.shape[-2:], (height, width), strict=True)
-    )
-    total = torch.zeros((*part.shape[:-2], height, width), dtype=wide, device=device)
-    for rows, answer in _blocks(part, lambda p, query, key: p @ across):
-        total = total + down[rows].T @ answer
+    total = _room(part, (*part.shape[:-2], height, width))
+    down, across = (_cells(n, cells, total) for n, cells in zip(part.shape[-2:], (height, width), strict=True))
+    for place, answer in _blocks(part, lambda p, query, key, columns: p @ across[columns]):
+        total = total + down[place.rows].T @ answer
     return total
 
 
-def _cells(items: int, cells: int, device: torch.device) -> Float[Tensor, "items cells"]:
+def _cells(items: int, cells: int, like: Tensor) -> Float[Tensor, "items cells"]:
     """A matrix that averages items in `cells` equal groups."""
-    group = torch.arange(items, device=device) * cells // max(items, 1)
-    member = (group[:, None] == torch.arange(cells, device=device)).double()
+    group = torch.arange(items, device=like.device) * cells // max(items, 1)
+    member = (group[:, None] == torch.arange(cells, device=like.device)).to(like.dtype)
     return member / member.sum(0).clamp(min=1)
 
 
@@ -150,7 +218,7 @@ def diversity(part: Part) -> Float[Tensor, "... heads heads"]:
     and neither do queries without any key. 0: the same weights everywhere; 1: no key in common.
     """
 
-    def overlap(p: Tensor, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+    def overlap(p: Tensor, query: Tensor, key: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
         total = p.sum(-1, keepdim=True)
         root = (_positive(p) / _positive(total)).sqrt() * (p > 0)
         live = (total[..., 0] > 0).to(p.dtype)

@@ -29,23 +29,32 @@ class Reference:
 
 
 def scores(
-    call: Call, queries: Int[Tensor, " rows"] | None = None, heads: Int[Tensor, " some"] | None = None
+    call: Call,
+    queries: Int[Tensor, " rows"] | None = None,
+    heads: Int[Tensor, " some"] | None = None,
+    span: tuple[int, int] | None = None,
 ) -> Float[Tensor, "... heads queries keys"]:
-    """The scores in at least fp32, -inf where attention may not go; of all queries and heads, or of those chosen."""
+    """The scores in at least fp32, -inf where attention may not go; of all queries, heads and keys, or of some.
+
+    `span` is a stretch of keys, [first, stop).
+    """
     _, number, rows, keys = call.sizes
     device = call.q.device
     head = torch.arange(number, device=device) if heads is None else heads
     row = torch.arange(rows, device=device) if queries is None else queries
+    begin, end = (0, keys) if span is None else span
     q = _chosen(_chosen(call.q, -3, heads), -2, queries)
-    k = to_heads(call.k, number) if heads is None else call.k.index_select(-3, heads // (number // call.k.shape[-3]))
+    k = call.k if span is None else call.k[..., begin:end, :]
+    k = to_heads(k, number) if heads is None else k.index_select(-3, heads // (number // k.shape[-3]))
     wide = torch.promote_types(q.dtype, torch.float32)
     with torch.autocast(device.type, enabled=False):
         s: Tensor = call.score(q.to(wide), k.to(wide))
-    key, position = torch.arange(keys, device=device), row[:, None] + (keys - rows)
+    key, position = torch.arange(begin, end, device=device), row[:, None] + (keys - rows)
     if call.table is not None:
         s = s + _chosen(call.table, -2, heads).to(wide)[..., key - position + (keys - 1)]
     if call.bias is not None:
-        s = s + _chosen(_chosen(call.bias, -3, heads), -2, queries).to(wide)
+        bias = call.bias if call.bias.shape[-1] == 1 else call.bias[..., begin:end]
+        s = s + _chosen(_chosen(bias, -3, heads), -2, queries).to(wide)
     return s.masked_fill(~call.over.allows(head[:, None, None], position, key), -torch.inf)
 
 
@@ -57,10 +66,16 @@ def _chosen(x: Tensor, axis: int, index: Tensor | None) -> Tensor:
 
 
 def weights(
-    call: Call, queries: Int[Tensor, " rows"] | None = None, heads: Int[Tensor, " some"] | None = None
+    call: Call,
+    queries: Int[Tensor, " rows"] | None = None,
+    heads: Int[Tensor, " some"] | None = None,
+    span: tuple[int, int] | None = None,
 ) -> Float[Tensor, "... heads queries keys"]:
-    """The weights that the values are summed with, before dropout, in at least fp32; of all queries and heads or some."""
-    p, lse = softmax(scores(call, queries, heads))
+    """The weights that the values are summed with, before dropout, in at least fp32; of all queries, heads, keys or some.
+
+    A `span` has to hold every key that these queries may attend to.
+    """
+    p, lse = softmax(scores(call, queries, heads, span))
     if call.sink is not None:
         p = p * through_sink(lse, _chosen(call.sink, -1, heads))
     return p
