@@ -207,7 +207,7 @@ class Heads:
         changed = [name for name, before, after in zip(_WATCHED, self._seen, now, strict=True) if before != after]
         stale = [name for name in changed if name in _WEIGHTS_NEED or name in also]
         if stale:
-            raise RuntimeError(
+            raise ValueError(
                 f"this view is stale: {', '.join(stale)} changed in place since the attention was computed; "
                 "look before the change, or keep a lasting copy with heads.detach()"
             )
