@@ -7,7 +7,7 @@ import html as text
 import struct
 import zlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -61,15 +61,15 @@ def plot(
     return figure
 
 
-def _name(axis: object, tokens: Sequence[str] | None, shape: Sequence[int]) -> None:
+def _name(axis: Any, tokens: Sequence[str] | None, shape: Sequence[int]) -> None:
     if tokens is None:
         return
     if len(tokens) != shape[-1]:
         raise ValueError(f"tokens: there are {len(tokens)} names for {shape[-1]} keys")
     if shape[-1] <= _NAMES:
-        axis.set_xticks(range(shape[-1]), tokens, rotation=90, fontsize=7)  # type: ignore[attr-defined]
+        axis.set_xticks(range(shape[-1]), tokens, rotation=90, fontsize=7)
         if shape[-2] == shape[-1]:
-            axis.set_yticks(range(shape[-2]), tokens, fontsize=7)  # type: ignore[attr-defined]
+            axis.set_yticks(range(shape[-2]), tokens, fontsize=7)
 
 
 def html(maps: Float[Tensor, "heads height width"], numbers: Sequence[int], caption: str) -> str:

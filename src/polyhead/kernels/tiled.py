@@ -7,6 +7,7 @@ another device). One custom operator hides the data-dependent plan, so that `tor
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -329,21 +330,21 @@ def _gradients(
 
 @torch.library.register_fake("polyhead::tiled_backward", lib=_library)
 def _(
-    d_out: Tensor, d_lse: Tensor | None, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: object
-) -> tuple[Tensor, ...]:
-    table, bias, plain = rest[3], rest[4], rest[8]
-    return tuple(_gradients(q, k, v, table, bias, None, bool(plain)))  # type: ignore[arg-type]
+    d_out: Tensor, d_lse: Tensor | None, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any
+) -> Any:
+    _, _, _, table, bias, _, _, _, plain = rest
+    return tuple(_gradients(q, k, v, table, bias, None, plain))
 
 
-def _save(ctx: object, inputs: tuple[object, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.set_materialize_grads(False)  # type: ignore[attr-defined]
-    ctx.save_for_backward(*inputs[:9], *output)  # type: ignore[attr-defined]
-    ctx.options = inputs[9:]  # type: ignore[attr-defined]
+def _save(ctx: Any, inputs: tuple[object, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*inputs[:9], *output)
+    ctx.options = inputs[9:]
 
 
-def _backward(ctx: object, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-    *inputs, out, lse = ctx.saved_tensors  # type: ignore[attr-defined]
-    options = ctx.options  # type: ignore[attr-defined]
+def _backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+    *inputs, out, lse = ctx.saved_tensors
+    options = ctx.options
     d_out = torch.zeros_like(out) if d_out is None else d_out
     dq, dk, dv, d_table, d_bias = torch.ops.polyhead.tiled_backward(d_out, d_lse, out, lse, *inputs, *options)
     table, bias = inputs[6], inputs[7]
