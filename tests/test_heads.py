@@ -110,6 +110,7 @@ def test_it_is_a_tensor_wherever_one_is_asked_for():
         torch.testing.assert_close(got, wanted)
     assert (len(heads), heads.ndim, heads.dim(), heads.size(-1), heads.size()) == (3, 4, 4, 11, w.shape)
     assert (heads.dtype, heads.device) == (w.dtype, w.device)
+    assert len({heads, heads}) == 1
     np.testing.assert_array_equal(np.asarray(heads), w.detach().numpy())
     np.testing.assert_array_equal(heads.numpy(), w.detach().numpy())
     assert np.asarray(heads, dtype=np.float64).dtype == np.float64

@@ -316,7 +316,6 @@ for _name in (
     ["add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "matmul", "rmatmul", "pow", "neg", "abs", "eq", "ne", "lt", "le", "gt", "ge"]
 ):  # fmt: skip
     setattr(Heads, f"__{_name}__", _as_tensor(f"__{_name}__"))
-Heads.__hash__ = object.__hash__  # type: ignore[method-assign]
 
 
 def _narrowed(part: Part, rows: list[slice]) -> Part:
@@ -366,19 +365,18 @@ _WATCHED = (*_WEIGHTS_NEED, "v", "outputs", "W_O", "gate")
 def _versions(call: Call, origin: Origin, cache: Any) -> tuple[object, ...]:
     """A count of in-place changes of all that a view points to, in the order of `_WATCHED`."""
     q, k, v, over, score, table, bias, sink, _, _ = call
-    if cache is not None:
-        # it only appends, and counts by itself
-        k = v = None  # type: ignore[assignment]
+    # a cache only appends, and counts by itself
+    cached = cache is not None
     return (
         _version(q),
-        _version(k),
+        None if cached else _version(k),
         () if type(over) is Dense else tuple(_version(x) for x in over.leaves()),
         () if type(score) is Dot else tuple(_version(x) for x in score.state_dict(keep_vars=True).values()),
         _version(table),
         _version(bias),
         _version(sink),
         None if cache is None else cache.generation,
-        _version(v),
+        None if cached else _version(v),
         _version(origin.outputs),
         _version(origin.join),
         _version(origin.gate),

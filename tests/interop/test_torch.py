@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import itertools
 import pickle
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -45,20 +44,6 @@ MASKS = {
     "pairs+padding-float": (2, float, float),
     "heads+padding-float": (3, float, float),
 }
-
-
-@pytest.fixture(autouse=True)
-def _seed() -> None:
-    torch.manual_seed(0)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    """Tensors are tiny here: a second thread would only be waited for."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def pair(dtype: torch.dtype = torch.float64, heads: int = HEADS, **options: Any) -> tuple[nn.Module, nn.Module]:

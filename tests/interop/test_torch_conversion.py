@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,20 +14,6 @@ from polyhead.interop.torch import MultiheadAttention, from_torch, to_torch
 HEADS, DIM, BATCH, QUERIES, KEYS, KDIM, VDIM = 3, 7, 5, 11, 13, 17, 19
 MODEL = HEADS * DIM
 SIZES: dict[str, dict[str, int]] = {"same": {}, "kdim": {"kdim": KDIM}, "kdim+vdim": {"kdim": KDIM, "vdim": VDIM}}
-
-
-@pytest.fixture(autouse=True)
-def _seed() -> None:
-    torch.manual_seed(0)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    """Tensors are tiny here: a second thread would only be waited for."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def some(*shape: int, share: float = 0.4) -> Tensor:

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from polyhead import Causal, Window
-from polyhead.kernels import tiled  # noqa: F401 - it defines the operator
 
 
 @pytest.mark.parametrize("plain", [True, False])
