@@ -76,6 +76,8 @@ def test_an_interval_beyond_the_keys_crashes_nothing():
 
     q = torch.randn(1, 2, 5, 4)
     assert attend(q, q, q, over=Beyond()).abs().max() == 0
+    mha = MultiHeadAttention(8, 2)
+    assert mha(torch.randn(1, 5, 8), over=Beyond())[1].entropy().abs().max() == 0
 
 
 @pytest.mark.parametrize("sink", [-torch.inf, torch.inf, 0.0])

@@ -10,10 +10,12 @@ from table import DTYPES, LAYOUTS, NEIGHBOURHOODS, OPTIONS, POSITIONS, Row, rows
 import polyhead
 import polyhead.numpy as definition
 from polyhead import attend, attention_weights, explain
-from polyhead.kernels import KERNELS
+from polyhead.kernels import KERNELS, tiled
 from polyhead.neighbourhood import Neighbourhood
 
 ROWS = rows()
+# whose intervals differ from row to row of a batch
+APART = ("padding-right", "padding-left-self", "padding-holes", "mask", "causal-window-padding")
 
 
 class Built:
@@ -68,7 +70,7 @@ def differs(a: torch.Tensor, b: torch.Tensor, tolerance: float) -> bool:
 
 
 @pytest.mark.parametrize("row", ROWS, ids=str)
-def test_kernels_equal_the_reference(row: Row):
+def test_kernels_equal_the_reference(row: Row, monkeypatch: pytest.MonkeyPatch):
     built = Built(row)
     said = built.explain()
     assert said.kernel == expected_kernel(row, built), str(said)
@@ -85,6 +87,12 @@ def test_kernels_equal_the_reference(row: Row):
         assert not wrong, f"{kernel}: {wrong}"
     chosen = built.attend(None)
     assert torch.equal(chosen, built.attend(said.kernel))
+    if "tiled" not in said.refused and row.neighbourhood in APART:
+        # rows of the batch that differ: each in tiles of its own, as where they are large
+        monkeypatch.setattr(tiled, "SMALL", 0)
+        out = built.attend("tiled")
+        got = [out, *built.gradients(out, towards)]
+        assert not any(differs(a, b, DTYPES[row.dtype]) for a, b in zip(got, wanted, strict=True))
 
 
 @pytest.mark.parametrize(

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from polyhead import ALiBi, Causal, Dense, Mask, Padding, RelativeBias, Rotary, Segments, Window, attend
+from polyhead.kernels import tiled
 from polyhead.kernels.tiles import plan
 from polyhead.neighbourhood import Neighbourhood, Sizes
 
@@ -62,6 +65,12 @@ def test_any_call_equals_the_reference(data: st.DataObject, size, heads):
     if position is not None:
         position = position.to(torch.float64)
     options = {"over": over, "position": position, "sink": sink, "dropout": dropout, "seed": 3}
+    # the rows of a batch in one tile, or each in its own
+    with mock.patch.object(tiled, "SMALL", data.draw(st.sampled_from([0, tiled.SMALL]))):
+        _equal(q, k, v, options)
+
+
+def _equal(q, k, v, options):
     out, wanted = attend(q, k, v, **options), attend(q, k, v, kernel="reference", **options)
     towards = torch.randn_like(out)
     got = torch.autograd.grad(out, (q, k, v), towards)

@@ -109,7 +109,8 @@ def _reach(part: Part) -> tuple[Bounds, Bounds] | None:
     if type(call.over) is Dense or part.keys is not None or numbers_hidden() or 0 in part.shape:
         return None
     _, _, queries, keys = call.sizes
-    first, stop = (bound.reshape(-1, queries) for bound in call.over.interval(queries, keys, call.q.device))
+    interval = call.over.interval(queries, keys, call.q.device)
+    first, stop = (bound.reshape(-1, queries).clamp(0, keys) for bound in interval)
     dead = stop <= first
     first, stop = first.masked_fill(dead, keys).amin(0), stop.masked_fill(dead, 0).amax(0)
     chosen = part.numbers("queries")
