@@ -2,19 +2,22 @@
 
 from polyhead.attend import Explanation, attend, attention_weights, explain
 from polyhead.heads import Heads
-from polyhead.neighbourhood import Causal, Dense, Mask, Neighbourhood, Padding, Segments, Window
+from polyhead.neighbourhood import Causal, Dense, Graph, Mask, Neighbourhood, Padding, Segments, Window
 from polyhead.nn import KeyValueCache, MultiHeadAttention
 from polyhead.position import ALiBi, Position, RelativeBias, Rotary
-from polyhead.score import Dot, Score
+from polyhead.score import GAT, Dot, GATv2, Score
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "GAT",
     "ALiBi",
     "Causal",
     "Dense",
     "Dot",
     "Explanation",
+    "GATv2",
+    "Graph",
     "Heads",
     "KeyValueCache",
     "Mask",

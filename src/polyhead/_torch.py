@@ -1,11 +1,24 @@
-"""What torch is doing around a call: compiling it, or transforming it; and how it sees through plain objects."""
+"""What lies below: torch compiling or transforming a call, how it sees through plain objects, and the C++ kernels."""
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
+
+
+def _load() -> Any:
+    """The C++ kernels, or None where the package was installed without a compiler."""
+    try:
+        # after torch, whose OpenMP threads it shares
+        return importlib.import_module("polyhead._native")
+    except ImportError:
+        return None
+
+
+native = _load()
 
 
 def under_transform() -> bool:

@@ -8,9 +8,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from polyhead.kernels import KERNELS, Call
+from polyhead.kernels import Call, kernels
+from polyhead.kernels.graph import weights as edge_weights
 from polyhead.kernels.reference import through_sink, weights
-from polyhead.neighbourhood import Dense, Neighbourhood, broadcasts, neighbourhood
+from polyhead.neighbourhood import Dense, Graph, Neighbourhood, broadcasts, neighbourhood
 from polyhead.position import Position
 from polyhead.score import Dot, Score
 
@@ -69,7 +70,7 @@ def attention_weights(
     Each row sums to 1, to less where a sink takes its share, and to 0 where a query has no key.
     """
     call = prepare(q, k, k, over=over, score=score, position=position, bias=bias, sink=sink)
-    return weights(call).to(q.dtype)
+    return (edge_weights if isinstance(call.over, Graph) else weights)(call).to(q.dtype)
 
 
 class Explanation(NamedTuple):
@@ -138,9 +139,11 @@ def assemble(
         if not isinstance(dropout, (int, float)) or not 0 <= dropout < 1:
             raise ValueError(f"dropout: it is {dropout}; it must be at least 0 and less than 1")
         seed = torch.randint(2**31, (), device=q.device) if seed is None else seed
+    if type(score) is not Dot or isinstance(over, Graph):
+        features = over.features if isinstance(over, Graph) else None
+        score.check(q.shape[-3], q.shape[-1], None if features is None else features.shape[-1])
     if bias is not None:
-        bias = bias.reshape(*(1,) * (3 - bias.dim()), *bias.shape)
-        _check_bias(bias, (*q.shape[:-1], k.shape[-2]))
+        bias = _placed_bias(bias, over, q, k)
     if sink is not None and sink.shape != q.shape[-3:-2]:
         raise ValueError(f"sink: its shape is {tuple(sink.shape)}; it must be one number a head, ({q.shape[-3]},)")
     call = Call(q, k, v, over, score, table, bias, sink, dropout, seed)
@@ -156,7 +159,8 @@ def _table(position: Position, queries: int, keys: int, device: torch.device) ->
 
 def run(call: Call, kernel: str | None = None) -> Float[Tensor, "... heads queries value_dim"]:
     """Compute a checked call with the first kernel that takes it."""
-    for candidate in KERNELS:
+    candidates = kernels(call)
+    for candidate in candidates:
         if kernel is not None and candidate.name != kernel:
             continue
         reason = candidate.refuses(call)
@@ -168,13 +172,13 @@ def run(call: Call, kernel: str | None = None) -> Float[Tensor, "... heads queri
             return out * through_sink(lse, call.sink).to(out.dtype)
         if kernel is not None:
             raise ValueError(f"kernel: {kernel!r} refuses this call: {reason}")
-    raise ValueError(f"kernel: {kernel!r} is none of {[known.name for known in KERNELS]}")
+    raise ValueError(f"kernel: {kernel!r} is none of {[known.name for known in candidates]}")
 
 
 def explained(call: Call) -> Explanation:
     """Which kernel takes a checked call, and why the others before it do not."""
     refused: dict[str, str] = {}
-    for candidate in KERNELS:
+    for candidate in kernels(call):
         reason = candidate.refuses(call)
         if reason is None:
             break
@@ -205,12 +209,21 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
         )
 
 
-def _check_bias(bias: Tensor, wanted: tuple[int, ...]) -> None:
+def _placed_bias(bias: Tensor, over: Neighbourhood, q: Tensor, k: Tensor) -> Tensor:
+    """The bias with an axis for each of (heads, queries, keys), on a graph of (heads, edges); checked."""
+    if isinstance(over, Graph):
+        bias = bias.reshape(*(1,) * (2 - bias.dim()), *bias.shape)
+        _check_bias(bias, (*q.shape[:-2], over.num_edges), "(..., heads, edges)")
+        return bias
+    bias = bias.reshape(*(1,) * (3 - bias.dim()), *bias.shape)
+    _check_bias(bias, (*q.shape[:-1], k.shape[-2]), "(..., heads, queries, keys)")
+    return bias
+
+
+def _check_bias(bias: Tensor, wanted: tuple[int, ...], axes: str) -> None:
     if not bias.is_floating_point():
         raise ValueError(
             f"bias: it is {bias.dtype}; it must be floating-point numbers to add. A bool mask goes to over="
         )
     if not broadcasts(tuple(bias.shape), wanted):
-        raise ValueError(
-            f"bias: its shape is {tuple(bias.shape)}; it must broadcast to (..., heads, queries, keys) = {wanted}"
-        )
+        raise ValueError(f"bias: its shape is {tuple(bias.shape)}; it must broadcast to {axes} = {wanted}")

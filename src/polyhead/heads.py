@@ -13,9 +13,10 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from polyhead.kernels import Call, metrics
+from polyhead.kernels import Call, edge_metrics, metrics
+from polyhead.kernels.edge_metrics import EdgePart
 from polyhead.kernels.metrics import Part
-from polyhead.neighbourhood import Dense, Rows
+from polyhead.neighbourhood import Dense, Graph, Rows
 from polyhead.picture import html, plot
 from polyhead.score import Dot
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     import numpy as np
     from matplotlib.figure import Figure
 
+AnyPart = Part | EdgePart
 Index = int | slice | Sequence[int] | Tensor
 _OFFSETS = {"self": 0, "previous": -1, "next": 1}
 
@@ -46,7 +48,7 @@ class Heads:
     """
 
     def __init__(self, call: Call, origin: Origin, cache: Any = None) -> None:
-        self._part = Part(call)
+        self._part: AnyPart = EdgePart(call) if isinstance(call.over, Graph) else Part(call)
         self._origin = origin
         self._seen = None if torch.compiler.is_compiling() else _versions(call, origin, cache)
         self._cache = cache
@@ -68,7 +70,7 @@ class Heads:
         self._fresh("outputs")
         out, part = self._origin.outputs, self._part
         out = out if part.heads is None else out.index_select(-3, part.heads)
-        return out if part.queries is None else out.index_select(-2, part.queries)
+        return out if isinstance(part, EdgePart) or part.queries is None else out.index_select(-2, part.queries)
 
     def contribution(self) -> Heads:
         """The same view, each weight times the norm of what it moves: |α_ij · W_O v_j| (Kobayashi 2020).
@@ -84,23 +86,47 @@ class Heads:
             moved = moved * self._origin.gate.abs()[..., :, None]
         return self._with(self._part._replace(moved=moved))
 
-    def select(self, *, heads: Index | None = None, queries: Index | None = None, keys: Index | None = None) -> Heads:
-        """A view on some heads, queries or keys: a number, a slice or a list of numbers for each; axes stay."""
+    def select(
+        self,
+        *,
+        heads: Index | None = None,
+        queries: Index | None = None,
+        keys: Index | None = None,
+        edges: Index | None = None,
+    ) -> Heads:
+        """A view on some heads, queries or keys: a number, a slice or a list of numbers for each; axes stay.
+
+        On a graph, `edges` are chosen by their numbers, by the `queries` that they go to and the `keys` that they come from.
+        """
         part = self._part
-        for axis, index in (("heads", heads), ("queries", queries), ("keys", keys)):
-            if index is not None:
-                part = _chosen(part, axis, _pick(axis, part.numbers(axis), index))
+        for axis, index in (("heads", heads), ("edges", edges), ("queries", queries), ("keys", keys)):
+            if index is None:
+                continue
+            if axis == "edges" and not isinstance(part, EdgePart):
+                raise ValueError("edges: this attention is not on a graph; choose queries and keys")
+            numbers = _pick(axis, part.numbers(axis), index)
+            if isinstance(part, EdgePart) and axis not in part.axes:
+                part = part.ending(axis, numbers)
+            else:
+                part = _chosen(part, axis, numbers)
         return self._with(part)
+
+    @property
+    def edge_index(self) -> Int[Tensor, "2 edges"]:
+        """On a graph: the source and the destination of each edge of the view, in the order of the weights."""
+        if not isinstance(self._part, EdgePart):
+            raise AttributeError("edge_index: this attention is not on a graph")
+        return self._part.pairs
 
     # numbers about the heads
 
     def entropy(self) -> Float[Tensor, "... heads queries"]:
         """How spread each query's attention is, in nats: 0 on one key, log n evenly over n keys."""
-        return metrics.entropy(self._fresh())
+        return self._ask("entropy")
 
     def distance(self) -> Float[Tensor, "... heads queries"]:
         """How far from itself each query looks, on average."""
-        return metrics.distance(self._fresh())
+        return self._ask("distance")
 
     def mass(self, on: str | int | Tensor) -> Float[Tensor, "... heads queries"]:
         """How much of each query's weight lies on certain keys.
@@ -111,37 +137,58 @@ class Heads:
         """
         part = self._fresh()
         if isinstance(on, Tensor):
-            if on.dtype != torch.bool or on.dim() == 0 or on.shape[-1] != self.shape[-1]:
+            keys = part.keys_seen
+            if on.dtype != torch.bool or on.dim() == 0 or on.shape[-1] != keys:
                 raise ValueError(
-                    f"on: it is {on.dtype} of shape {tuple(on.shape)}; it must be a bool tensor (..., keys) with {self.shape[-1]} keys"
+                    f"on: it is {on.dtype} of shape {tuple(on.shape)}; it must be a bool tensor (..., keys) with {keys} keys"
                 )
-            return metrics.mass_on(part, on)
+            return self._ask("mass_on", on)
         if on == "first":
-            return metrics.mass_on(part, part.numbers("keys") == 0)
+            return self._ask("mass_on", part.numbers("keys") == 0)
         offset = _OFFSETS.get(on) if isinstance(on, str) else on
         if not isinstance(offset, int) or isinstance(offset, bool):
             raise ValueError(f"on: {on!r} is none of {[*_OFFSETS, 'first']}, a whole number or a bool tensor")
-        return metrics.mass(part, offset)
+        return self._ask("mass", offset)
 
     def received(self) -> Float[Tensor, "... heads keys"]:
         """How much weight each key receives from all queries together."""
-        return metrics.received(self._fresh())
+        return self._ask("received")
 
     def top(self, k: int) -> tuple[Float[Tensor, "... heads queries k"], Int[Tensor, "... heads queries k"]]:
         """The k largest weights of each query, and the keys they lie on; -1 where a query has fewer keys."""
-        if not 1 <= k <= self.shape[-1]:
-            raise ValueError(f"k: it is {k}; there are {self.shape[-1]} keys")
-        return metrics.top(self._fresh(), k)
+        keys = self._part.keys_seen
+        if not 1 <= k <= keys:
+            raise ValueError(f"k: it is {k}; there are {keys} keys")
+        return self._ask("top", k)
 
     def heatmap(self, size: int = 64) -> Float[Tensor, "... heads height width"]:
         """The weights averaged to at most size x size cells: a picture of any length."""
         if size < 1:
             raise ValueError(f"size: it is {size}; it must be 1 or more")
-        return metrics.heatmap(self._fresh(), size)
+        return self._ask("heatmap", size)
 
     def diversity(self) -> Float[Tensor, "... heads heads"]:
         """How differently two heads attend, averaged over queries: 0 alike, 1 no key in common."""
-        return metrics.diversity(self._fresh())
+        return self._ask("diversity")
+
+    def agreement(self, queries: int = 64) -> Float[Tensor, "... heads"]:
+        """How alike queries rank the keys, in each head: 1 is one ranking for all, *static* attention (Brody 2021).
+
+        Spearman's correlation of the scores of all keys, whoever may attend to them, averaged over pairs of queries: of all,
+        or of as many as `queries`, evenly apart.
+        """
+        call = self._fresh().call
+        number = call.sizes.queries
+        if queries < 2 or number < 2:
+            raise ValueError(f"queries: it is {queries}, of {number}; at least two are compared")
+        chosen = torch.linspace(0, number - 1, min(queries, number), device=self.device).long()
+        answer = metrics.agreement(call, chosen)
+        return answer if self._part.heads is None else answer.index_select(-1, self._part.heads)
+
+    def _ask(self, question: str, *about: Any) -> Any:
+        """The answer to a question about the weights, by pairs or by edges."""
+        part = self._fresh()
+        return getattr(edge_metrics if isinstance(part, EdgePart) else metrics, question)(part, *about)
 
     # pictures
 
@@ -154,7 +201,7 @@ class Heads:
             size: a longer sequence is averaged to as many cells.
         """
         return plot(
-            self._row_maps(batch, size), self._part.numbers("heads").tolist(), tokens, self.shape, self._measure()
+            self._row_maps(batch, size), self._part.numbers("heads").tolist(), tokens, self._extent(), self._measure()
         )
 
     def _repr_html_(self) -> str:
@@ -162,17 +209,22 @@ class Heads:
             return text.escape(repr(self))
         return html(self._row_maps(0, 64), self._part.numbers("heads").tolist(), repr(self))
 
+    def _extent(self) -> tuple[int, int]:
+        """How many queries and keys a picture shows."""
+        part = self._part
+        return len(part.numbers("queries")), len(part.numbers("keys"))
+
     def _measure(self) -> str:
         return "weight" if self._part.moved is None else "contribution"
 
     def _row_maps(self, batch: int, size: int) -> Float[Tensor, "heads height width"]:
         """The heat-maps of one row of the batch."""
-        lead = self.shape[:-3]
+        lead = self.shape[: -len(self._part.axes)]
         if not 0 <= batch < lead.numel():
             raise ValueError(f"batch: it is {batch}; there are {lead.numel()} rows")
         at = torch.unravel_index(torch.tensor(batch), lead) if lead else ()
         part = _narrowed(self._fresh(), [_slice(int(i), n) for i, n in zip(at, lead, strict=True)])
-        maps = metrics.heatmap(part, size).detach()
+        maps = self._with(part)._ask("heatmap", size).detach()
         return maps.reshape(maps.shape[-3:])
 
     # lasting copies
@@ -199,7 +251,7 @@ class Heads:
 
     # how it stays true
 
-    def _fresh(self, *also: str) -> Part:
+    def _fresh(self, *also: str) -> AnyPart:
         """The part, after making sure that nothing that it and these others need has changed since the call."""
         if self._seen is None:
             return self._part
@@ -213,7 +265,7 @@ class Heads:
             )
         return self._part
 
-    def _with(self, part: Part) -> Heads:
+    def _with(self, part: AnyPart) -> Heads:
         view = object.__new__(Heads)
         view.__dict__.update(self.__dict__, _part=part)
         return view
@@ -235,8 +287,9 @@ class Heads:
         if len(filled) != len(self.shape):
             raise IndexError(f"too many indices: {len(given)} for a view of {len(self.shape)} axes")
         slices = [_slice(i, n) if isinstance(i, int) else i for i, n in zip(filled, self.shape, strict=True)]
-        part = _narrowed(self._fresh(), slices[:-3])
-        for axis, s in zip(("heads", "queries", "keys"), slices[-3:], strict=True):
+        own = len(self._part.axes)
+        part = _narrowed(self._fresh(), slices[:-own])
+        for axis, s in zip(part.axes, slices[-own:], strict=True):
             if s != slice(None):
                 part = _chosen(part, axis, part.numbers(axis)[s])
         w = part.weights().to(self.dtype)
@@ -268,7 +321,7 @@ class Heads:
     @property
     def requires_grad(self) -> bool:
         call = self._part.call
-        learned = (call.q, call.k, call.table, call.bias, call.sink, *call.score.parameters())
+        learned = (call.q, call.k, call.table, call.bias, call.sink, *call.score.learned())
         return any(x is not None and x.requires_grad for x in learned)
 
     def numel(self) -> int:
@@ -318,19 +371,22 @@ for _name in (
     setattr(Heads, f"__{_name}__", _as_tensor(f"__{_name}__"))
 
 
-def _narrowed(part: Part, rows: list[slice]) -> Part:
+def _narrowed(part: AnyPart, rows: list[slice]) -> AnyPart:
     """A part in some rows of its batch."""
     if all(row == slice(None) for row in rows):
         return part
     call, at = part.call, tuple(rows)
     batch, bias = call.sizes.batch, call.bias
-    if bias is not None and bias.dim() > 3:
-        bias = bias.expand(*batch, *bias.shape[-3:])[at]
-    call = call._replace(q=call.q[at], k=call.k[at], v=call.v[at], over=Rows(call.over, batch, at), bias=bias)
+    own = len(part.axes)
+    if bias is not None and bias.dim() > own:
+        bias = bias.expand(*batch, *bias.shape[-own:])[at]
+    # a graph is the same for every row
+    over = call.over if isinstance(call.over, Graph) else Rows(call.over, batch, at)
+    call = call._replace(q=call.q[at], k=call.k[at], v=call.v[at], over=over, bias=bias)
     return part._replace(call=call, moved=None if part.moved is None else part.moved[at])
 
 
-def _chosen(part: Part, axis: str, numbers: Int[Tensor, " some"]) -> Part:
+def _chosen(part: AnyPart, axis: str, numbers: Int[Tensor, " some"]) -> AnyPart:
     changed: dict[str, Any] = {axis: numbers}
     return part._replace(**changed)
 
@@ -371,7 +427,7 @@ def _versions(call: Call, origin: Origin, cache: Any) -> tuple[object, ...]:
         _version(q),
         None if cached else _version(k),
         () if type(over) is Dense else tuple(_version(x) for x in over.leaves()),
-        () if type(score) is Dot else tuple(_version(x) for x in score.state_dict(keep_vars=True).values()),
+        () if type(score) is Dot else tuple(_version(x) for x in score.learned()),
         _version(table),
         _version(bias),
         _version(sink),
@@ -401,7 +457,8 @@ def _unflatten(children: Any, context: Any) -> Heads:
     take: Callable[[Any], dict[str, Any]] = lambda kind: {n: fields.get(n) for n in kind._fields}
     call = Call(**{**take(Call), "score": score, "dropout": dropout})
     heads = object.__new__(Heads)
-    heads._part, heads._origin = Part(**{**take(Part), "call": call}), Origin(**take(Origin))
+    kind = EdgePart if isinstance(call.over, Graph) else Part
+    heads._part, heads._origin = kind(**{**take(kind), "call": call}), Origin(**take(Origin))
     heads._seen = heads._cache = None
     return heads
 

@@ -97,6 +97,49 @@ def multi_head(
     return joined @ W_O
 
 
+def leaky_relu(x: Float[Array, "*any"], slope: float = 0.2) -> Float[Array, "*any"]:
+    """x where it is positive, slope · x elsewhere."""
+    return np.where(x > 0, x, slope * x)
+
+
+def gat(
+    X: Float[Array, "nodes d_in"],
+    A: Float[Array, "nodes nodes"],
+    W: Float[Array, "d_out d_in"],
+    a_dst: Float[Array, " d_out"],
+    a_src: Float[Array, " d_out"],
+    *,
+    slope: float = 0.2,
+) -> Float[Array, "nodes d_out"]:
+    """One head of GAT (Velickovic 2018): H = (A ∘ α) X Wᵀ, α = softmax(LeakyReLU(a_dst·W x_i + a_src·W x_j)).
+
+    Row i of A holds the in-neighbours j of node i: zero for none, 1 or the edge's weight, which multiplies α.
+    """
+    Z = X @ W.T
+    S = leaky_relu((Z @ a_dst)[:, None] + (Z @ a_src)[None, :], slope)
+    return (A * softmax(S, A != 0)) @ X @ W.T
+
+
+def gatv2(
+    X: Float[Array, "nodes d_in"],
+    A: Float[Array, "nodes nodes"],
+    W_dst: Float[Array, "d_out d_in"],
+    W_src: Float[Array, "d_out d_in"],
+    a: Float[Array, " d_out"],
+    *,
+    slope: float = 0.2,
+) -> Float[Array, "nodes d_out"]:
+    """One head of GATv2 (Brody 2021): H = (A ∘ α) X W_srcᵀ, α = softmax(a·LeakyReLU(W_dst x_i + W_src x_j))."""
+    S = leaky_relu((X @ W_dst.T)[:, None] + (X @ W_src.T)[None, :], slope) @ a
+    return (A * softmax(S, A != 0)) @ X @ W_src.T
+
+
+def normalised(A: Float[Array, "nodes nodes"]) -> Float[Array, "nodes nodes"]:
+    """Ã = D^−½ A D^−½ with the sums of the rows in D (Kipf 2017)."""
+    root = A.sum(axis=1) ** -0.5
+    return root[:, None] * A * root[None, :]
+
+
 def causal(queries: int, keys: int) -> Bool[Array, "queries keys"]:
     """Nobody looks ahead; the last query stands at the last key."""
     return np.arange(keys) <= np.arange(queries)[:, None] + (keys - queries)

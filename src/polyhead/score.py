@@ -3,19 +3,66 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import ClassVar
 
-from jaxtyping import Float
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 
 class Score(nn.Module, ABC):
-    """The base of all scores: a module, since a score may own weights."""
+    """The base of all scores: a module, since a score may own weights.
+
+    A subclass defines `forward`, and `pairs` too where that can be done with less.
+    """
+
+    shares_values: bool = False
+    """Whether a layer sums the keys themselves: one projection for keys and values."""
+    shares_queries: bool = False
+    """Whether queries are projected like keys."""
+    edge_dim: int | None = None
+    """How many features of an edge it takes; None for none."""
 
     @abstractmethod
     def forward(
         self, q: Float[Tensor, "... heads queries dim"], k: Float[Tensor, "... heads keys dim"]
     ) -> Float[Tensor, "... heads queries keys"]:
         """One number a pair."""
+
+    def pairs(
+        self,
+        q: Float[Tensor, "... heads pairs dim"],
+        k: Float[Tensor, "... heads pairs dim"],
+        features: Float[Tensor, "pairs edge_dim"] | None = None,
+    ) -> Float[Tensor, "... heads pairs"]:
+        """The numbers of a list of pairs, the query of each in `q` and its key in `k`."""
+        rows = [x.movedim(-2, 0).unsqueeze(-2) for x in (q, k)]
+        # (pairs, ..., heads, 1, 1): one pair a row
+        s: Tensor = self(*rows)
+        return s[..., 0, 0].movedim(0, -1)
+
+    def check(self, heads: int, dim: int, edge_dim: int | None) -> None:
+        """Raise a `ValueError` where this score does not fit the heads or the features of the edges."""
+        if edge_dim == self.edge_dim:
+            return
+        name = type(self).__name__
+        if edge_dim is None:
+            raise ValueError(
+                f"score: {name} takes {self.edge_dim} features of an edge; pass over=Graph(edge_index, features=…)"
+            )
+        takes = "none" if self.edge_dim is None else f"{self.edge_dim}"
+        raise ValueError(
+            f"score: the graph has {edge_dim} features an edge, but {name} takes {takes}; "
+            f"GAT and GATv2 take them with edge_dim={edge_dim}"
+        )
+
+    def learned(self) -> tuple[Tensor, ...]:
+        """The tensors that its numbers depend on."""
+        return tuple(self.parameters())
+
+    def keep_heads(self, kept: Int[Tensor, " kept"]) -> None:
+        """Keep what belongs to these heads, when a layer loses the others."""
 
 
 class Dot(Score):
@@ -32,5 +79,200 @@ class Dot(Score):
     def forward(self, q: Tensor, k: Tensor) -> Tensor:
         return (q * self.factor(q.shape[-1])) @ k.transpose(-2, -1)
 
+    def pairs(self, q: Tensor, k: Tensor, features: Tensor | None = None) -> Tensor:
+        return (q * k).sum(-1) * self.factor(q.shape[-1])
+
     def extra_repr(self) -> str:
         return "" if self.scale is None else f"scale={self.scale}"
+
+
+class _Additive(Score):
+    """What GAT and GATv2 share: a sum of two projections through LeakyReLU."""
+
+    shares_values = True
+    by_head: ClassVar[tuple[str, ...]]
+    """The parameters, one row a head."""
+    bias: Tensor | None
+    edge: Tensor | None
+
+    def __init__(
+        self, num_heads: int, head_dim: int, edge_dim: int | None, negative_slope: float, shares_queries: bool
+    ) -> None:
+        super().__init__()
+        for name, size in (("num_heads", num_heads), ("head_dim", head_dim), ("edge_dim", edge_dim)):
+            if size is not None and (not isinstance(size, int) or size < 1):
+                raise ValueError(f"{type(self).__name__}: {name} is {size!r}; it must be a whole number, 1 or more")
+        self.num_heads, self.head_dim, self.edge_dim = num_heads, head_dim, edge_dim
+        self.negative_slope, self.shares_queries = float(negative_slope), shares_queries
+
+    def check(self, heads: int, dim: int, edge_dim: int | None) -> None:
+        if (heads, dim) != (self.num_heads, self.head_dim):
+            raise ValueError(
+                f"score: {type(self).__name__} is for {self.num_heads} heads of {self.head_dim} features, but there are "
+                f"{heads} of {dim}"
+            )
+        super().check(heads, dim, edge_dim)
+
+    def learned(self) -> tuple[Tensor, ...]:
+        # `of` gives it tensors that are no parameters of its own
+        return tuple(x for name in self.by_head if (x := getattr(self, name)) is not None)
+
+    def keep_heads(self, kept: Int[Tensor, " kept"]) -> None:
+        for name in self.by_head:
+            old = getattr(self, name)
+            if old is not None:
+                new = old.detach()[kept.to(old.device)].clone()
+                setattr(self, name, nn.Parameter(new, requires_grad=old.requires_grad))
+        self.num_heads = len(kept)
+
+    def extra_repr(self) -> str:
+        more = "" if self.edge_dim is None else f", edge_dim={self.edge_dim}"
+        return f"{self.num_heads}, {self.head_dim}{more}, negative_slope={self.negative_slope}"
+
+
+class GAT(_Additive):
+    """score(q, k) = LeakyReLU(a_dst·q + a_src·k), one a_dst and a_src a head (Velickovic 2018): *static* attention.
+
+    The order in which it ranks the keys is the same for every query. `destination` and `source` are a_dst and a_src; features
+    f of an edge add `edge`·f inside the LeakyReLU.
+
+    Args:
+        num_heads, head_dim: the layer's.
+        edge_dim: how many features an edge has; None for none.
+        negative_slope: of the LeakyReLU.
+        bias: whether one learned number a head is added inside the LeakyReLU, as in the authors' code.
+        shares_queries: whether a layer projects queries and keys (destinations and sources) alike, as in the paper.
+    """
+
+    by_head = ("destination", "source", "edge", "bias")
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_dim: int,
+        *,
+        edge_dim: int | None = None,
+        negative_slope: float = 0.2,
+        bias: bool = False,
+        shares_queries: bool = True,
+    ) -> None:
+        super().__init__(num_heads, head_dim, edge_dim, negative_slope, shares_queries)
+        self.destination: Tensor = nn.Parameter(torch.empty(num_heads, head_dim))
+        self.source: Tensor = nn.Parameter(torch.empty(num_heads, head_dim))
+        self.edge = None if edge_dim is None else nn.Parameter(torch.empty(num_heads, edge_dim))
+        self.bias = nn.Parameter(torch.empty(num_heads)) if bias else None
+        self.reset_parameters()
+
+    @classmethod
+    def of(
+        cls,
+        destination: Float[Tensor, "heads dim"],
+        source: Float[Tensor, "heads dim"],
+        edge: Float[Tensor, "heads edge_dim"] | None = None,
+        *,
+        negative_slope: float = 0.2,
+    ) -> GAT:
+        """The score with these numbers, whoever owns them."""
+        score = object.__new__(cls)
+        heads, dim = destination.shape
+        _Additive.__init__(score, heads, dim, None if edge is None else edge.shape[-1], negative_slope, True)
+        score.destination, score.source, score.edge, score.bias = destination, source, edge, None
+        return score
+
+    def reset_parameters(self) -> None:
+        """Draw the weights anew: Glorot-uniform, as maps to one number."""
+        for weight in (self.destination, self.source, self.edge):
+            if weight is not None:
+                _draw(weight, weight.shape[-1])
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    def forward(self, q: Tensor, k: Tensor) -> Tensor:
+        return self._bent(self._term(q, self.destination)[..., :, None] + self._term(k, self.source)[..., None, :], 2)
+
+    def pairs(self, q: Tensor, k: Tensor, features: Tensor | None = None) -> Tensor:
+        s = self._term(q, self.destination) + self._term(k, self.source)
+        if self.edge is not None:
+            assert features is not None
+            s = s + self.edge.to(q.dtype) @ features.to(q.dtype).T
+        return self._bent(s, 1)
+
+    def _term(self, x: Float[Tensor, "... heads items dim"], a: Float[Tensor, "heads dim"]) -> Tensor:
+        return (x @ a.to(x.dtype)[..., None])[..., 0]
+
+    def _bent(self, s: Tensor, axes: int) -> Tensor:
+        if self.bias is not None:
+            s = s + self.bias.to(s.dtype).reshape(-1, *(1,) * axes)
+        return F.leaky_relu(s, self.negative_slope)
+
+
+class GATv2(_Additive):
+    """score(q, k) = a·LeakyReLU(q + k), one a head (Brody 2021): *dynamic* attention.
+
+    Every query may rank the keys in an order of its own. `weight` is a; features f of an edge add `edge` f inside the
+    LeakyReLU.
+
+    Args:
+        num_heads, head_dim: the layer's.
+        edge_dim: how many features an edge has; None for none.
+        negative_slope: of the LeakyReLU.
+        shares_queries: whether a layer projects queries and keys (destinations and sources) alike.
+    """
+
+    by_head = ("weight", "edge")
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_dim: int,
+        *,
+        edge_dim: int | None = None,
+        negative_slope: float = 0.2,
+        shares_queries: bool = False,
+    ) -> None:
+        super().__init__(num_heads, head_dim, edge_dim, negative_slope, shares_queries)
+        self.weight: Tensor = nn.Parameter(torch.empty(num_heads, head_dim))
+        self.edge = None if edge_dim is None else nn.Parameter(torch.empty(num_heads, head_dim, edge_dim))
+        self.reset_parameters()
+
+    @classmethod
+    def of(
+        cls,
+        weight: Float[Tensor, "heads dim"],
+        edge: Float[Tensor, "heads dim edge_dim"] | None = None,
+        *,
+        negative_slope: float = 0.2,
+    ) -> GATv2:
+        """The score with these numbers, whoever owns them."""
+        score = object.__new__(cls)
+        heads, dim = weight.shape
+        _Additive.__init__(score, heads, dim, None if edge is None else edge.shape[-1], negative_slope, False)
+        score.weight, score.edge = weight, edge
+        return score
+
+    def reset_parameters(self) -> None:
+        """Draw the weights anew: Glorot-uniform, `weight` as a map to one number."""
+        _draw(self.weight, self.head_dim)
+        if self.edge is not None:
+            assert self.edge_dim is not None
+            _draw(self.edge, self.edge_dim, self.num_heads * self.head_dim)
+
+    def forward(self, q: Tensor, k: Tensor) -> Tensor:
+        return self._weighed(q[..., :, None, :] + k[..., None, :, :], 2)
+
+    def pairs(self, q: Tensor, k: Tensor, features: Tensor | None = None) -> Tensor:
+        z = q + k
+        if self.edge is not None:
+            assert features is not None
+            # (heads, pairs, dim)
+            z = z + (self.edge.to(q.dtype) @ features.to(q.dtype).T).transpose(-2, -1)
+        return self._weighed(z, 1)
+
+    def _weighed(self, z: Tensor, axes: int) -> Tensor:
+        a = self.weight.to(z.dtype).reshape(self.num_heads, *(1,) * axes, self.head_dim)
+        return (F.leaky_relu(z, self.negative_slope) * a).sum(-1)
+
+
+def _draw(weight: Tensor, inputs: int, outputs: int = 1) -> None:
+    bound = (6 / (inputs + outputs)) ** 0.5
+    nn.init.uniform_(weight, -bound, bound)

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 
 import polyhead
-from polyhead.cli import demo
+from polyhead.cli import demo, doctor
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -15,5 +15,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--version", action="version", version=f"polyhead {polyhead.__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     demo.add(commands)
+    doctor.add(commands)
     chosen = parser.parse_args(arguments)
     chosen.run(chosen)

@@ -2,9 +2,19 @@
 
 from polyhead.kernels.call import Call, Kernel, Result
 from polyhead.kernels.fused import Fused
+from polyhead.kernels.graph import Edges
+from polyhead.kernels.native import Native
 from polyhead.kernels.reference import Reference
 from polyhead.kernels.tiled import Tiled
+from polyhead.neighbourhood import Graph
 
-KERNELS: tuple[Kernel, ...] = (Fused(), Tiled(), Reference())
+ALONG_KEYS: tuple[Kernel, ...] = (Fused(), Tiled(), Reference())
+ALONG_EDGES: tuple[Kernel, ...] = (Native(), Edges(), Reference())
 
-__all__ = ["KERNELS", "Call", "Kernel", "Result"]
+
+def kernels(call: Call) -> tuple[Kernel, ...]:
+    """Those that might take a call: by edges on a graph, by stretches of keys elsewhere."""
+    return ALONG_EDGES if isinstance(call.over, Graph) else ALONG_KEYS
+
+
+__all__ = ["ALONG_EDGES", "ALONG_KEYS", "Call", "Kernel", "Result", "kernels"]

@@ -16,9 +16,9 @@ from torch.utils.checkpoint import checkpoint
 
 from polyhead._torch import numbers_hidden, under_transform
 from polyhead.kernels.call import Call
-from polyhead.kernels.reference import weights
+from polyhead.kernels.reference import scores, weights
 from polyhead.kernels.tiles import Bounds
-from polyhead.neighbourhood import Dense
+from polyhead.neighbourhood import Dense, Graph
 
 # Numbers in one block of weights: a million of fp32 are 4 MB. Fewer cost more time, more only memory.
 BLOCK = 1 << 20
@@ -35,6 +35,14 @@ class Part(NamedTuple):
     keys: Int[Tensor, " some"] | None = None
     # what a weight of 1 on a key moves: the weights are multiplied by it
     moved: Float[Tensor, "... all_heads all_keys"] | None = None
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        return "heads", "queries", "keys"
+
+    @property
+    def keys_seen(self) -> int:
+        return self.shape[-1]
 
     def numbers(self, axis: str) -> Int[Tensor, " some"]:
         """The numbers of the heads, queries or keys that are looked at."""
@@ -130,7 +138,7 @@ def _fitting(first: Bounds, stop: Bounds, budget: int, keys: int) -> tuple[int, 
 
 def _learned(part: Part) -> bool:
     call = part.call
-    sources = (call.q, call.k, call.table, call.bias, call.sink, part.moved, *call.score.parameters())
+    sources = (call.q, call.k, call.table, call.bias, call.sink, part.moved, *call.score.learned())
     return any(x is not None and x.requires_grad for x in sources)
 
 
@@ -141,10 +149,10 @@ def _each_query(part: Part, measure: Block[Tensor]) -> Tensor:
 
 def entropy(part: Part) -> Float[Tensor, "... heads queries"]:
     """−Σ p log p of each query's weights, in nats."""
-    return _each_query(part, lambda p, query, key, columns: -(p * _positive(p).log()).sum(-1))
+    return _each_query(part, lambda p, query, key, columns: -(p * positive(p).log()).sum(-1))
 
 
-def _positive(x: Tensor) -> Tensor:
+def positive(x: Tensor) -> Tensor:
     """`x`, no smaller than the smallest normal number: zero has no finite gradient under a root or a logarithm."""
     return x.clamp(min=torch.finfo(x.dtype).tiny)
 
@@ -221,13 +229,36 @@ def diversity(part: Part) -> Float[Tensor, "... heads heads"]:
 
     def overlap(p: Tensor, query: Tensor, key: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
         total = p.sum(-1, keepdim=True)
-        root = (_positive(p) / _positive(total)).sqrt() * (p > 0)
+        root = (positive(p) / positive(total)).sqrt() * (p > 0)
         live = (total[..., 0] > 0).to(p.dtype)
         return root.flatten(-2) @ root.flatten(-2).transpose(-2, -1), live @ live.transpose(-2, -1)
 
     parts = [answer for _, answer in _blocks(part, overlap)]
     shared, queries = (torch.stack(column).sum(0) for column in zip(*parts, strict=True))
     return 1 - shared / queries.clamp(min=1)
+
+
+def agreement(call: Call, queries: Int[Tensor, " some"]) -> Float[Tensor, "... heads"]:
+    """How alike these queries rank all keys, neighbours or not: Spearman's correlation, averaged over pairs of queries.
+
+    1 is one ranking for all: *static* attention. Keys of one score share the mean of their ranks.
+    """
+    wide = call._replace(q=call.q.double(), k=call.k.double(), over=Dense())
+    if call.bias is not None and isinstance(call.over, Graph):
+        wide = wide._replace(bias=None)
+    rank = _ranks(scores(wide, queries))
+    centred = rank - rank.mean(-1, keepdim=True)
+    unit = centred / positive(centred.norm(dim=-1, keepdim=True))
+    number = len(queries)
+    # the mean over pairs i ≠ j of unit_i·unit_j, from the length of their sum
+    total = unit.sum(-2).square().sum(-1) - unit.square().sum((-2, -1))
+    return total / (number * (number - 1))
+
+
+def _ranks(s: Float[Tensor, "... keys"]) -> Float[Tensor, "... keys"]:
+    ranked = s.sort(-1).values
+    s = s.contiguous()
+    return (torch.searchsorted(ranked, s) + torch.searchsorted(ranked, s, right=True)).to(s.dtype)
 
 
 def moved_by(
@@ -244,4 +275,4 @@ def moved_by(
     gram = (join.transpose(-2, -1) @ join).unflatten(-3, (-1, group))
     values = v.unsqueeze(-3)
     squares: Tensor = ((values @ gram) * values).sum(-1)
-    return _positive(squares).sqrt().flatten(-3, -2)
+    return positive(squares).sqrt().flatten(-3, -2)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from polyhead.kernels.call import Call, Result, to_heads
 from polyhead.kernels.dropout import keeps
+from polyhead.neighbourhood import Graph
 
 
 class Reference:
@@ -18,7 +19,11 @@ class Reference:
     name = "reference"
 
     def refuses(self, call: Call) -> str | None:
-        return None
+        if not isinstance(call.over, Graph):
+            return None
+        if call.over.features is not None or call.over.weights is not None or call.bias is not None:
+            return "it sees which pairs are edges, and nothing else of a Graph"
+        return "an edge is there twice" if call.over.duplicates else None
 
     def __call__(self, call: Call) -> Result:
         p, lse = softmax(scores(call))

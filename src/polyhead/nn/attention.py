@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, cast
 
 import torch
 from jaxtyping import Float
@@ -18,8 +18,9 @@ from polyhead.kernels.rows import Live
 from polyhead.neighbourhood import Dense, Neighbourhood, Sizes, neighbourhood
 from polyhead.nn import surgery
 from polyhead.nn.cache import KeyValueCache
+from polyhead.nn.inputs import dropped, project
 from polyhead.position import Position
-from polyhead.score import Dot, Score
+from polyhead.score import GAT, Dot, GATv2, Score
 
 Combine = Literal["project", "concat", "mean"]
 # Of a batch that is fuller than this, or has fewer numbers, all rows are projected: leaving some out saves too little.
@@ -41,13 +42,16 @@ class MultiHeadAttention(nn.Module):
         value_dim: features a head sums; head_dim unless given.
         d_key, d_value: features of key and value inputs.
         d_out: features of the output, with `combine="project"`.
-        score: how strongly a query attends to a key.
+        score: how strongly a query attends to a key: `"dot"`, `"gat"`, `"gatv2"`, or a `Score` such as `GATv2(8, 16, edge_dim=4)`.
         position: where keys stand: `Rotary()`, `ALiBi(num_heads)`, `RelativeBias(num_heads)`.
         sink: the logit of one more key of value zero: a number, or `"learned"` for one learned number a head.
         combine: `"project"` joins the heads and maps them with W_O; `"concat"` joins them; `"mean"` averages them.
         qk_norm: RMS-normalise each head's queries and keys, with learned gains.
-        bias: whether the projections have biases.
+        residual: whether the query is added to the output, through a linear map `r_proj` where their widths differ.
+        bias: whether the projections and the output have biases.
         dropout: the share of pairs that is dropped in training.
+        input_dropout: the share of the inputs' numbers that is dropped in training, drawn anew for each head.
+        value_dropout: the share of the values' numbers that is dropped in training, after they are projected.
     """
 
     sink: Tensor | None
@@ -68,13 +72,16 @@ class MultiHeadAttention(nn.Module):
         d_key: int | None = None,
         d_value: int | None = None,
         d_out: int | None = None,
-        score: Score | Literal["dot"] = "dot",
+        score: Score | Literal["dot", "gat", "gatv2"] = "dot",
         position: Position | None = None,
         sink: float | Literal["learned"] | None = None,
         combine: Combine = "project",
         qk_norm: bool = False,
+        residual: bool = False,
         bias: bool = True,
         dropout: float = 0.0,
+        input_dropout: float = 0.0,
+        value_dropout: float = 0.0,
         **torch_words: Any,
     ) -> None:
         super().__init__()
@@ -93,22 +100,32 @@ class MultiHeadAttention(nn.Module):
             raise ValueError(
                 f"kv_heads: {kv_heads} does not divide num_heads {num_heads}; heads share keys and values in groups of one size"
             )
-        _check_choices(score, position, sink, combine, d_out, dropout)
+        _check_choices(score, position, sink, combine, d_out)
+        _check_shares(dropout=dropout, input_dropout=input_dropout, value_dropout=value_dropout)
         self.d_model, self.num_heads = d_model, num_heads
         self.kv_heads = self.value_heads = kv_heads or num_heads
         self.head_dim = head_dim or d_model // num_heads
         self.value_dim = value_dim or self.head_dim
         self.d_key = d_key or d_model
         self.d_value = d_value or d_key or d_model
-        self.combine, self.dropout = combine, dropout
-        self.score = Dot() if score == "dot" else score
+        self.combine, self.dropout, self.residual = combine, dropout, residual
+        self.input_dropout, self.value_dropout = input_dropout, value_dropout
+        self.score = score if isinstance(score, Score) else _SCORES[score](num_heads, self.head_dim)
+        self._check_ties()
         self.position = position
         if position is not None:
             position.check(num_heads, self.head_dim)
-        self.q_proj = nn.Linear(d_model, num_heads * self.head_dim, bias)
+        shares_queries, shares_values = self.score.shares_queries, self.score.shares_values
+        width = {"project": d_out or d_model, "concat": num_heads * self.value_dim, "mean": self.value_dim}[combine]
+        # None where the score says that k_proj serves
+        self.q_proj = None if shares_queries else nn.Linear(d_model, num_heads * self.head_dim, bias)
         self.k_proj = nn.Linear(self.d_key, self.kv_heads * self.head_dim, bias)
-        self.v_proj: nn.Module = nn.Linear(self.d_value, self.kv_heads * self.value_dim, bias)
-        self.o_proj = nn.Linear(num_heads * self.value_dim, d_out or d_model, bias) if combine == "project" else None
+        self.v_proj: nn.Module | None = (
+            None if shares_values else nn.Linear(self.d_value, self.kv_heads * self.value_dim, bias)
+        )
+        self.o_proj = nn.Linear(num_heads * self.value_dim, width, bias) if combine == "project" else None
+        self.o_bias = nn.Parameter(torch.empty(width)) if bias and combine != "project" else None
+        self.r_proj = nn.Linear(d_model, width, bias=False) if residual and width != d_model else None
         self.q_norm = nn.RMSNorm(self.head_dim) if qk_norm else None
         self.k_norm = nn.RMSNorm(self.head_dim) if qk_norm else None
         self._sink_start = 0.0 if sink is None or sink == "learned" else float(sink)
@@ -123,7 +140,11 @@ class MultiHeadAttention(nn.Module):
         """Draw the projections' weights anew, and set the sink to where it starts."""
         if self.sink is not None:
             nn.init.constant_(self.sink, self._sink_start)
-        for linear in (self.q_proj, self.k_proj, self.v_proj, self.o_proj):
+        if self.o_bias is not None:
+            nn.init.zeros_(self.o_bias)
+        if isinstance(self.score, (GAT, GATv2)):
+            self.score.reset_parameters()
+        for linear in (self.q_proj, self.k_proj, self.v_proj, self.o_proj, self.r_proj):
             if isinstance(linear, nn.Linear):
                 nn.init.xavier_uniform_(linear.weight)
                 if linear.bias is not None:
@@ -174,10 +195,13 @@ class MultiHeadAttention(nn.Module):
         else:
             # (..., queries, heads · value_dim)
             output = out.transpose(-3, -2).flatten(-2)
-        if o_proj is None:
-            return output, Heads(call, Origin(out, None, gate), cache)
-        output = o_proj(output) if live is None else live.spread(o_proj(live.gather(output)))
-        return output, Heads(call, Origin(out, o_proj.weight, gate), cache)
+        if o_proj is not None:
+            output = o_proj(output) if live is None else live.spread(o_proj(live.gather(output)))
+        elif self.o_bias is not None:
+            output = output + self.o_bias
+        if self.residual:
+            output = output + (query if self.r_proj is None else project(self.r_proj, query))
+        return output, Heads(call, Origin(out, None if o_proj is None else o_proj.weight, gate), cache)
 
     def explain(
         self,
@@ -205,16 +229,7 @@ class MultiHeadAttention(nn.Module):
             over = over.within(to_itself)
             if to_itself and value is key and cache is None:
                 live = _live(over, query, self.num_heads)
-        if live is not None:
-            rows = live.gather(query)
-            q, k, v = live.spread(self.q_proj(rows)), live.spread(self.k_proj(rows)), live.spread(self.v_proj(rows))
-        else:
-            q, k, v = self.q_proj(query), self.k_proj(key), self.v_proj(value)
-        # (..., items, heads · dim) -> (..., heads, items, dim)
-        q = q.view(*query.shape[:-1], self.num_heads, self.head_dim).transpose(-3, -2)
-        items = key.shape[:-1]
-        k = k.view(*items, self.kv_heads, self.head_dim).transpose(-3, -2)
-        v = v.view(*items, self.value_heads, self.value_dim).transpose(-3, -2)
+        q, k, v = self._projected(query, key, value, live)
         q_norm, position = self.q_norm, self.position
         if q_norm is not None:
             assert self.k_norm is not None
@@ -238,6 +253,27 @@ class MultiHeadAttention(nn.Module):
             raise
         return call, live
 
+    def _projected(
+        self, query: Tensor, key: Tensor, value: Tensor, live: Live | None
+    ) -> tuple[Float[Tensor, "... heads items dim"], ...]:
+        """q, k and v, split into heads; one and the same tensor where they share a projection and an input."""
+        mapped: Callable[[nn.Module, Any], Tensor] = project
+        x, y, z = cast("tuple[Any, Any, Any]", (query, key, value))
+        if live is not None:
+            x = y = z = live.gather(query)
+            mapped = lambda linear, rows: live.spread(linear(rows))
+        elif self.input_dropout and self.training:
+            x = dropped(query, self.num_heads, self.input_dropout)
+            y = x if key is query else dropped(key, self.num_heads, self.input_dropout)
+            z = x if value is query else y if value is key else dropped(value, self.num_heads, self.input_dropout)
+        k = _split(mapped(self.k_proj, y), self.kv_heads)
+        if self.q_proj is not None:
+            q = _split(mapped(self.q_proj, x), self.num_heads)
+        else:
+            q = k if query is key else _split(mapped(self.k_proj, x), self.num_heads)
+        v = k if self.v_proj is None else _split(mapped(self.v_proj, z), self.value_heads)
+        return q, k, nn.functional.dropout(v, self.value_dropout, self.training) if self.value_dropout else v
+
     def cache(
         self, batch: int | tuple[int, ...] | None, length: int, *, dtype: torch.dtype | None = None
     ) -> KeyValueCache:
@@ -252,6 +288,32 @@ class MultiHeadAttention(nn.Module):
         k = like.new_empty(*lead, self.kv_heads, length, self.head_dim, dtype=dtype)
         v = like.new_empty(*lead, self.value_heads, length, self.value_dim, dtype=dtype)
         return KeyValueCache(k, v)
+
+    def _check_ties(self) -> None:
+        """One projection for two inputs needs inputs of one width, and heads of one width and number."""
+        shared = []
+        if self.score.shares_values:
+            shared += [
+                ("value_dim", self.value_dim, "head_dim", self.head_dim),
+                ("d_value", self.d_value, "d_key", self.d_key),
+            ]
+        if self.score.shares_queries:
+            shared += [
+                ("kv_heads", self.kv_heads, "num_heads", self.num_heads),
+                ("d_key", self.d_key, "d_model", self.d_model),
+            ]
+        if self.input_dropout:
+            shared += [("kv_heads", self.kv_heads, "num_heads", self.num_heads)]
+        for name, size, other, wanted in shared:
+            if size != wanted:
+                reason = (
+                    "input_dropout draws" if self.input_dropout else f"{type(self.score).__name__} has one projection"
+                )
+                raise ValueError(
+                    f"{name}: it is {size}, but {other} is {wanted}; they must be equal, since {reason} for both"
+                )
+        if isinstance(self.score, (GAT, GATv2)):
+            self.score.check(self.num_heads, self.head_dim, self.score.edge_dim)
 
     def _check_inputs(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         if value is query and query.dim() > 1 and query.shape[-1] == self.d_model == self.d_key == self.d_value:
@@ -311,11 +373,9 @@ def _check_sizes(**sizes: object) -> None:
             raise ValueError(f"{name}: it is {size!r}; it must be a whole number, 1 or more")
 
 
-def _check_choices(
-    score: object, position: object, sink: object, combine: object, d_out: int | None, dropout: object
-) -> None:
-    if score != "dot" and not isinstance(score, Score):
-        raise ValueError(f"score: it is {score!r}; it must be 'dot' or a Score")
+def _check_choices(score: object, position: object, sink: object, combine: object, d_out: int | None) -> None:
+    if not isinstance(score, Score) and score not in _SCORES:
+        raise ValueError(f"score: it is {score!r}; it must be 'dot', 'gat', 'gatv2' or a Score")
     if position is not None and not isinstance(position, Position):
         raise ValueError(f"position: it is {position!r}; it must be a Position such as Rotary()")
     number = isinstance(sink, (int, float)) and not isinstance(sink, bool)
@@ -327,10 +387,19 @@ def _check_choices(
         raise ValueError(
             f"d_out: it is {d_out}, but combine={combine!r} maps nothing; its width follows from the heads"
         )
-    if not isinstance(dropout, (int, float)) or not 0 <= dropout < 1:
-        raise ValueError(f"dropout: it is {dropout!r}; it must be at least 0 and less than 1")
 
 
+def _check_shares(**shares: object) -> None:
+    for name, share in shares.items():
+        if not isinstance(share, (int, float)) or not 0 <= share < 1:
+            raise ValueError(f"{name}: it is {share!r}; it must be at least 0 and less than 1")
+
+
+def _split(x: Float[Tensor, "... items heads_dim"], heads: int) -> Float[Tensor, "... heads items dim"]:
+    return x.unflatten(-1, (heads, x.shape[-1] // heads)).transpose(-3, -2)
+
+
+_SCORES: dict[str, Callable[[int, int], Score]] = {"dot": lambda heads, dim: Dot(), "gat": GAT, "gatv2": GATv2}
 _CONSTRUCTOR_WORDS = {
     "embed_dim": "d_model",
     "batch_first": "nothing: tensors are (..., items, features), the batch first",

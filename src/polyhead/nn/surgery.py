@@ -36,19 +36,26 @@ def prune(layer: MultiHeadAttention, heads: Sequence[int]) -> None:
     kept = _numbers([head for head in range(number) if head not in gone])
     kept_kv = kept if layer.kv_heads == number else _whole_groups(gone, number, layer.kv_heads)
     before = getattr(layer, KEPT, None)
-    _keep_rows(layer.q_proj, _places(kept, layer.head_dim))
+    if layer.q_proj is not None:
+        _keep_rows(layer.q_proj, _places(kept, layer.head_dim))
     _keep_rows(layer.k_proj, _places(kept_kv, layer.head_dim))
-    if isinstance(layer.v_proj, nn.Linear):
+    if layer.v_proj is None:
+        layer.value_heads = len(kept_kv)
+    elif isinstance(layer.v_proj, nn.Linear):
         _keep_rows(layer.v_proj, _places(kept_kv, layer.value_dim))
         layer.value_heads = len(kept_kv)
     if layer.o_proj is not None:
         _keep_columns(layer.o_proj, _places(kept, layer.value_dim))
+    if layer.o_bias is not None and layer.combine == "concat":
+        layer.o_bias = _kept(layer.o_bias, _places(kept, layer.value_dim))
+    # another layer may share the score, and keeps all its heads
+    layer.score = copy.deepcopy(layer.score)
+    layer.score.keep_heads(kept)
     for name in ("sink", "gate"):
         one_a_head: Tensor | None = getattr(layer, name)
         if one_a_head is not None:
             setattr(layer, name, _like(one_a_head, one_a_head[kept.to(one_a_head.device)]))
     if layer.position is not None:
-        # another layer may share the position, and keeps all its heads
         layer.position = copy.deepcopy(layer.position)
         layer.position.keep_heads(kept)
     layer.num_heads, layer.kv_heads = len(kept), len(kept_kv)
@@ -90,11 +97,14 @@ def _like(old: Tensor, new: Tensor) -> Tensor:
 
 
 def _keep_rows(linear: nn.Linear, rows: Int[Tensor, " rows"]) -> None:
-    rows = rows.to(linear.weight.device)
-    linear.weight = nn.Parameter(linear.weight.detach()[rows].clone(), linear.weight.requires_grad)
+    linear.weight = _kept(linear.weight, rows)
     if linear.bias is not None:
-        linear.bias = nn.Parameter(linear.bias.detach()[rows].clone(), linear.bias.requires_grad)
+        linear.bias = _kept(linear.bias, rows)
     linear.out_features = len(rows)
+
+
+def _kept(parameter: Tensor, entries: Int[Tensor, " entries"]) -> nn.Parameter:
+    return nn.Parameter(parameter.detach()[entries.to(parameter.device)].clone(), parameter.requires_grad)
 
 
 def _keep_columns(linear: nn.Linear, columns: Int[Tensor, " columns"]) -> None:
@@ -106,9 +116,10 @@ def _keep_columns(linear: nn.Linear, columns: Int[Tensor, " columns"]) -> None:
 def before_loading(layer: MultiHeadAttention, state_dict: dict[str, Any], prefix: str) -> None:
     """Make room in a fresh layer for what a `state_dict` says: heads that are gone, a gate that was set."""
     kept, gate = state_dict.get(prefix + KEPT), state_dict.get(prefix + "gate")
-    w_q = state_dict.get(prefix + "q_proj.weight")
+    own = "k_proj" if layer.q_proj is None else "q_proj"
+    w_q = state_dict.get(f"{prefix}{own}.weight")
     if kept is not None and getattr(layer, KEPT, None) is None and w_q is not None:
-        whole = layer.num_heads * w_q.shape[0] == layer.q_proj.out_features * len(kept)
+        whole = layer.num_heads * w_q.shape[0] == getattr(layer, own).out_features * len(kept)
         # a layer of another size is left as it is, and loading says which shapes differ
         if whole and int(kept.max()) < layer.num_heads:
             prune(layer, [head for head in range(layer.num_heads) if head not in kept.tolist()])
@@ -134,6 +145,8 @@ def merged(layer: MultiHeadAttention) -> MultiHeadAttention:
     """A layer that equals this one and has no W_V."""
     if layer.o_proj is None:
         raise ValueError(f"merged(): combine={layer.combine!r} has no W_O to fold W_V into; it needs combine='project'")
+    if layer.v_proj is None:
+        raise ValueError(f"merged(): {type(layer.score).__name__} sums the keys themselves, and has no W_V")
     if isinstance(layer.v_proj, (nn.Identity, WithOne)):
         raise ValueError("merged(): W_V is folded already")
     _check_plain(layer, "v_proj")

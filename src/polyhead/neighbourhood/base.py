@@ -1,0 +1,293 @@
+"""The base of all neighbourhoods, and what any of them may be: everyone, a mask, a join, some rows of a batch."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from polyhead._torch import numbers_hidden, register
+
+
+class Sizes(NamedTuple):
+    """The axes of one attention: `batch` holds every leading axis."""
+
+    batch: tuple[int, ...]
+    heads: int
+    queries: int
+    keys: int
+
+
+Interval = tuple[Int[Tensor, "... queries"], Int[Tensor, "... queries"]]
+
+
+class Neighbourhood(ABC):
+    """The base of all neighbourhoods. A subclass defines `allows`; the rest has answers that are right for any."""
+
+    exact: bool = False
+    """Whether a pair is allowed exactly when its key lies in `interval`."""
+    tensors: ClassVar[tuple[str, ...]] = ()
+    """The attributes that are tensors, or None: what vmap and export carry along, and a view watches for changes."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        register(cls, cls.tensors)
+
+    @abstractmethod
+    def allows(
+        self, head: Int[Tensor, "#heads 1 1"], query: Int[Tensor, "#queries 1"], key: Int[Tensor, "#keys"]
+    ) -> Bool[Tensor, "..."]:
+        """Whether `query` may attend to `key` in `head`: index tensors that broadcast over (heads, queries, keys).
+
+        The answer may have batch axes in front. `query` counts along the keys: of `n` queries and `m` keys, query
+        number i stands at i + m - n.
+        """
+
+    def check(self, sizes: Sizes) -> None:  # noqa: B027 - most neighbourhoods fit any size
+        """Raise a `ValueError` where this neighbourhood does not fit the tensors."""
+
+    def interval(self, queries: int, keys: int, device: torch.device) -> Interval:
+        """For each query the first key it may attend to and the one past the last: a hull, `[first, stop)`."""
+        first = torch.zeros(queries, dtype=torch.long, device=device)
+        return first, torch.full_like(first, keys)
+
+    def mask(self, sizes: Sizes, device: torch.device) -> Bool[Tensor, "... #heads queries keys"]:
+        """The predicate as a tensor, True where attention may go."""
+        head = torch.arange(sizes.heads, device=device)[:, None, None]
+        query = torch.arange(sizes.keys - sizes.queries, sizes.keys, device=device)[:, None]
+        key = torch.arange(sizes.keys, device=device)
+        return self.allows(head, query, key)
+
+    def on_pairs(self, query: Int[Tensor, " pairs"], key: Int[Tensor, " pairs"]) -> Bool[Tensor, "pairs ..."]:
+        """`allows` for a list of pairs, in the first head."""
+        head = torch.zeros(1, 1, 1, dtype=torch.long, device=key.device)
+        one = lambda query, key: self.allows(head, query.view(1, 1), key.view(1))
+        allowed: Tensor = torch.vmap(one, chunk_size=1 << 16)(query, key)
+        return allowed
+
+    def filtered(self, other: Neighbourhood) -> Neighbourhood | None:
+        """What a list of pairs is once another neighbourhood has had its say; None for what is no list."""
+        return None
+
+    def within(self, self_attention: bool) -> Neighbourhood:
+        """This neighbourhood where the queries are known to be keys too, or known not to be."""
+        return self
+
+    def real_queries(self, shape: tuple[int, ...]) -> Bool[Tensor, "... queries"] | None:
+        """Which of the queries (...batch, queries) are not padding; None where nothing is known to be."""
+        return None
+
+    def leaves(self) -> tuple[Tensor, ...]:
+        """The tensors that it points to."""
+        return tuple(tensor for name in self.tensors if (tensor := getattr(self, name)) is not None)
+
+    def __and__(self, other: Neighbourhood | Tensor) -> Neighbourhood:
+        if not isinstance(other, (Neighbourhood, Tensor)):
+            return NotImplemented
+        other = neighbourhood(other)
+        filtered = other.filtered(self)
+        if filtered is not None:
+            return filtered
+        joined = [part for part in (*parts(self), *parts(other)) if not isinstance(part, Dense)]
+        if len(joined) < 2:
+            return joined[0] if joined else Dense()
+        return Both(*joined)
+
+    def __repr__(self) -> str:
+        fields = ", ".join(
+            f"{name}={_brief(value)}" for name, value in vars(self).items() if name != "exact" and name[0] != "_"
+        )
+        return f"{type(self).__name__}({fields})"
+
+
+def _brief(value: object) -> str:
+    return f"<{tuple(value.shape)}>" if isinstance(value, Tensor) else repr(value)
+
+
+def parts(over: Neighbourhood) -> tuple[Neighbourhood, ...]:
+    """What a join is made of; of anything else, itself."""
+    return over.parts if isinstance(over, Both) else (over,)
+
+
+class Dense(Neighbourhood):
+    """Everyone attends to everyone."""
+
+    exact = True
+
+    def allows(self, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return torch.ones(torch.broadcast_shapes(query.shape, key.shape), dtype=torch.bool, device=key.device)
+
+
+class Mask(Neighbourhood):
+    """Any pattern, as a tensor `(..., heads or 1, queries, keys)` that is True where attention may go."""
+
+    tensors = ("keep",)
+
+    def __init__(self, keep: Bool[Tensor, "... queries keys"]) -> None:
+        given: object = keep
+        if not isinstance(given, Tensor):
+            kind = f"the class {given.__name__}" if isinstance(given, type) else type(given).__name__
+            raise ValueError(
+                f"over: got {kind}; pass a neighbourhood such as Causal() or Padding(lengths), "
+                "or a bool tensor that is True where attention may go"
+            )
+        if keep.is_floating_point():
+            raise ValueError(
+                f"Mask: keep is {keep.dtype}; it must be bool, True where attention may go. To add numbers to the scores pass "
+                "them as bias=...; for an additive mask, 0 where attention may go, pass keep = mask == 0"
+            )
+        if keep.dtype != torch.bool:
+            if not numbers_hidden() and not bool(((keep == 0) | (keep == 1)).all()):
+                raise ValueError(
+                    f"Mask: keep is {keep.dtype} with values other than 0 and 1; 1 (True) = may attend. Lengths go to Padding(lengths)"
+                )
+            keep = keep.bool()
+        if keep.dim() < 2:
+            raise ValueError(
+                f"Mask: keep has shape {tuple(keep.shape)}; it must end in (queries, keys). For padded keys use Padding(keep)"
+            )
+        # always with the axis of the heads, so that an axis more is a batch's
+        self.keep = keep[None] if keep.dim() == 2 else keep
+        self._pairs = keep.dim() == 2
+
+    def check(self, sizes: Sizes) -> None:
+        shape, wanted = tuple(self.keep.shape), (*sizes.batch, sizes.heads, sizes.queries, sizes.keys)
+        batch = sizes.batch[-1] if sizes.batch else None
+        if self._pairs and len(shape) == 3:
+            shape = shape[1:]
+        if len(shape) == 2 and shape == (batch, sizes.keys) != (sizes.queries, sizes.keys):
+            raise ValueError(
+                f"Mask: keep has shape {shape}, which reads as (batch, keys); it must end in (queries, keys). For padded keys "
+                "use Padding(keep), True = a real key; torch's key_padding_mask, True = padded, is Padding(~mask)"
+            )
+        if len(shape) == 3 and batch is not None and shape[0] == batch and shape[0] != 1:
+            hint = "unsqueeze(1) makes it (batch, 1, queries, keys)"
+            if batch != sizes.heads:
+                raise ValueError(f"Mask: keep has shape {shape}, which reads as (batch, queries, keys); {hint}")
+            raise ValueError(
+                f"Mask: keep has shape {shape} and there are as many heads as rows in the batch; {hint}, keep[None] (1, heads, queries, keys)"
+            )
+        if not broadcasts(shape, wanted) or shape[-1] != sizes.keys:
+            by_head = batch is not None and len(shape) == 3 and shape[0] == batch * sizes.heads
+            hint = f"; keep.unflatten(0, ({batch}, {sizes.heads})) splits batch and heads" if by_head else ""
+            raise ValueError(
+                f"Mask: keep has shape {shape}; it must broadcast to (..., heads, queries, keys) = {wanted}{hint}"
+            )
+
+    def allows(self, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        queries, keys = self.keep.shape[-2:]
+        row = (
+            (query.flatten() - (keys - queries)).clamp(0, queries - 1)
+            if queries > 1
+            else torch.zeros_like(query.flatten())
+        )
+        keep = self.keep[..., row, :][..., key.flatten()]
+        if keep.shape[-3] > 1:
+            keep = keep.index_select(-3, head.flatten())
+        return keep
+
+    def interval(self, queries: int, keys: int, device: torch.device) -> Interval:
+        # (..., queries, keys) without the heads: a key is in reach if any head may see it
+        keep = self.keep.any(-3)
+        keep = keep.expand(*keep.shape[:-2], queries, keys)
+        return hull(keep)
+
+
+class Both(Neighbourhood):
+    """What every part allows: `a & b`."""
+
+    tensors = ("parts",)
+
+    def __init__(self, *parts: Neighbourhood) -> None:
+        self.parts = parts
+        self.exact = all(part.exact for part in parts)
+
+    def allows(self, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        allowed = self.parts[0].allows(head, query, key)
+        for part in self.parts[1:]:
+            allowed = allowed & part.allows(head, query, key)
+        return allowed
+
+    def check(self, sizes: Sizes) -> None:
+        for part in self.parts:
+            part.check(sizes)
+
+    def interval(self, queries: int, keys: int, device: torch.device) -> Interval:
+        first, stop = self.parts[0].interval(queries, keys, device)
+        for part in self.parts[1:]:
+            a, b = part.interval(queries, keys, device)
+            first, stop = torch.maximum(first, a), torch.minimum(stop, b)
+        return first, torch.maximum(first, stop)
+
+    def leaves(self) -> tuple[Tensor, ...]:
+        return tuple(tensor for part in self.parts for tensor in part.leaves())
+
+    def real_queries(self, shape: tuple[int, ...]) -> Tensor | None:
+        known = [real for part in self.parts if (real := part.real_queries(shape)) is not None]
+        return torch.stack(known).all(0) if known else None
+
+    def within(self, self_attention: bool) -> Neighbourhood:
+        return Both(*(part.within(self_attention) for part in self.parts))
+
+    def __repr__(self) -> str:
+        return " & ".join(repr(part) for part in self.parts)
+
+
+class Rows(Neighbourhood):
+    """A neighbourhood in some rows of its batch."""
+
+    tensors = ("over",)
+
+    def __init__(self, over: Neighbourhood, batch: tuple[int, ...], rows: tuple[slice, ...]) -> None:
+        self.over, self.batch, self.rows = over, batch, rows
+
+    def allows(self, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        allowed = self.over.allows(head, query, key)
+        return allowed.expand(*self.batch, *allowed.shape[-3:])[self.rows] if allowed.dim() > 3 else allowed
+
+    def interval(self, queries: int, keys: int, device: torch.device) -> Interval:
+        first, stop = self.over.interval(queries, keys, device)
+        if first.dim() == 1:
+            return first, stop
+        first, stop = (bound.expand(*self.batch, queries)[self.rows] for bound in (first, stop))
+        return first, stop
+
+    def leaves(self) -> tuple[Tensor, ...]:
+        return self.over.leaves()
+
+    def __repr__(self) -> str:
+        return repr(self.over)
+
+
+def neighbourhood(over: Neighbourhood | Tensor | None) -> Neighbourhood:
+    """What a caller gave for `over`: nothing is `Dense()`, a tensor is a `Mask`."""
+    if isinstance(over, Neighbourhood):
+        return over
+    return _DENSE if over is None else Mask(over)
+
+
+def broadcasts(shape: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
+    """Whether a tensor of one shape can be expanded to another."""
+    return len(shape) <= len(wanted) and all(a in (1, b) for a, b in zip(shape[::-1], wanted[::-1], strict=False))
+
+
+def check_batch(name: str, shape: tuple[int, ...], sizes: Sizes) -> None:
+    """Raise where rows of this shape do not fit the batch."""
+    if not broadcasts(shape, sizes.batch):
+        raise ValueError(f"{name}: its rows have shape {shape}, but the batch has {sizes.batch}")
+
+
+def hull(keep: Bool[Tensor, "... keys"]) -> Interval:
+    """The first True and the one past the last; two equal numbers where there is none."""
+    keys = keep.shape[-1]
+    if keys == 0:
+        return keep.sum(-1), keep.sum(-1)
+    position = torch.arange(keys, device=keep.device)
+    stop = torch.where(keep, position + 1, 0).amax(-1)
+    return torch.minimum(torch.where(keep, position, keys).amin(-1), stop), stop
+
+
+_DENSE = Dense()

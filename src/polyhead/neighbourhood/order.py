@@ -1,0 +1,99 @@
+"""The edges of a graph in two orders, by destination and by source: checked and sorted once, by counting."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Int, Integer
+from torch import Tensor
+
+from polyhead._torch import native
+
+
+class Order(NamedTuple):
+    """Compressed rows. In-edges of node i are the places first[i] to first[i + 1] of the destination order."""
+
+    first: Int[Tensor, " destinations+1"]
+    source: Int[Tensor, " edges"]
+    # the caller's number of each edge
+    edge: Int[Tensor, " edges"]
+    # the same from the sources' side; an out-edge is named by its place in the destination order
+    out_first: Int[Tensor, " sources+1"]
+    out_place: Int[Tensor, " edges"]
+    out_destination: Int[Tensor, " edges"]
+
+
+def order(edge_index: Integer[Tensor, "2 edges"], sources: int, destinations: int) -> Order:
+    """Both orders. Edges of one node keep the order in which they were given.
+
+    Raises:
+        ValueError: where an edge names a node that is not there.
+    """
+    return Order(*torch.ops.polyhead.sort_edges(edge_index, sources, destinations))
+
+
+# torch.library.custom_op would import the whole compiler at the first call
+_library = torch.library.Library("polyhead", "FRAGMENT")
+_library.define(
+    "sort_edges(Tensor edge_index, int sources, int destinations) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
+
+
+def _room(edge_index: Tensor, sources: int, destinations: int) -> Order:
+    new = lambda length: edge_index.new_empty(length, dtype=torch.int32)
+    edges = edge_index.shape[1]
+    return Order(new(destinations + 1), new(edges), new(edges), new(sources + 1), new(edges), new(edges))
+
+
+@torch.library.register_fake("polyhead::sort_edges", lib=_library)
+def _(edge_index: Tensor, sources: int, destinations: int) -> tuple[Tensor, ...]:
+    return tuple(_room(edge_index, sources, destinations))
+
+
+@torch.library.impl("polyhead::sort_edges", ("cpu", "cuda", "mps", "xpu"), lib=_library)
+def _sort_edges(edge_index: Tensor, sources: int, destinations: int) -> tuple[Tensor, ...]:
+    limit = 2**31 - 1
+    if max(edge_index.shape[1], sources, destinations) >= limit:
+        raise ValueError(
+            f"edge_index: {edge_index.shape[1]} edges and {sources} nodes; there may be fewer than {limit}"
+        )
+    if native is None or not edge_index.is_cpu or edge_index.dtype not in (torch.int32, torch.int64):
+        return tuple(_argsorted(edge_index.long(), sources, destinations))
+    made = _room(edge_index, sources, destinations)
+    source, destination = edge_index.unbind(0)
+    wrong = native.sort_edges(
+        source.data_ptr(), source.stride(0), destination.data_ptr(), destination.stride(0),
+        edge_index.dtype == torch.int64, edge_index.shape[1], sources, destinations, *(x.data_ptr() for x in made),
+    )  # fmt: skip
+    if wrong >= 0:
+        raise _lost(edge_index, wrong, sources, destinations)
+    return tuple(made)
+
+
+def _argsorted(edge_index: Tensor, sources: int, destinations: int) -> Order:
+    source, destination = edge_index
+    lost = (source < 0) | (source >= sources) | (destination < 0) | (destination >= destinations)
+    if bool(lost.any()):
+        raise _lost(edge_index, int(lost.nonzero()[0]), sources, destinations)
+    edge = destination.argsort(stable=True)
+    source = source[edge]
+    place = source.argsort(stable=True)
+    arrays = (
+        _starts(destination, destinations), source, edge, _starts(source, sources), place, destination[edge][place]
+    )  # fmt: skip
+    return Order(*(x.to(torch.int32) for x in arrays))
+
+
+def _starts(node: Tensor, nodes: int) -> Tensor:
+    """Where each node's edges begin, once sorted, and where the last ones end."""
+    return torch.cat((node.new_zeros(1), node.bincount(minlength=nodes).cumsum(0)))
+
+
+def _lost(edge_index: Tensor, edge: int, sources: int, destinations: int) -> ValueError:
+    a, b = edge_index[:, edge].tolist()
+    if sources == destinations:
+        there = f"nodes are 0 to {sources - 1}" if sources else "there are no nodes"
+    else:
+        there = f"there are {sources} sources and {destinations} destinations, numbered from 0"
+    return ValueError(f"edge_index: edge {edge} goes from {a} to {b}, but {there}; pass num_nodes if there are more")
