@@ -115,7 +115,7 @@ class Heads:
     def edge_index(self) -> Int[Tensor, "2 edges"]:
         """On a graph: the source and the destination of each edge of the view, in the order of the weights."""
         if not isinstance(self._part, EdgePart):
-            raise AttributeError("edge_index: this attention is not on a graph")
+            raise ValueError("edge_index: this attention is not on a graph")
         return self._part.pairs
 
     # numbers about the heads

@@ -8,7 +8,23 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from polyhead import ALiBi, Causal, Dense, Mask, Padding, RelativeBias, Rotary, Segments, Window, attend
+from polyhead import (
+    GAT,
+    ALiBi,
+    Causal,
+    Dense,
+    Dot,
+    GATv2,
+    Graph,
+    Mask,
+    Padding,
+    RelativeBias,
+    Rotary,
+    Segments,
+    Window,
+    attend,
+    explain,
+)
 from polyhead.kernels import tiled
 from polyhead.kernels.tiles import plan
 from polyhead.neighbourhood import Neighbourhood, Sizes
@@ -104,3 +120,35 @@ def test_intervals_and_tiles_lose_no_pair(data: st.DataObject, size):
             assert torch.equal(inside[part], torch.ones_like(inside[part]).tril())
     assert covered.max() <= 1
     assert not (inside & (covered == 0)).any()
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_any_graph_equals_dense_attention(data: st.DataObject):
+    """Every kernel along edges, against dense attention in which each edge is a key of its own."""
+    torch.manual_seed(data.draw(st.integers(0, 10**6)))
+    sources, destinations = data.draw(st.integers(1, 40)), data.draw(st.integers(1, 40))
+    edges, heads = data.draw(st.integers(0, 300)), data.draw(st.integers(1, 5))
+    dim = data.draw(st.sampled_from([1, 3, 8, 9, 16, 24, 33]))
+    # some nodes have most of the edges
+    skew = data.draw(st.sampled_from([1.0, 4.0]))
+    source, destination = (
+        (torch.rand(edges) ** skew * nodes).long().clamp(max=nodes - 1) for nodes in (sources, destinations)
+    )
+    score = data.draw(st.sampled_from([Dot(), GAT(heads, dim), GATv2(heads, dim)])).double()
+    q = torch.randn(heads, destinations, dim, dtype=torch.float64, requires_grad=True)
+    k = torch.randn(heads, sources, dim, dtype=torch.float64, requires_grad=True)
+    tied = data.draw(st.booleans())
+    v = k if tied else torch.randn(heads, sources, dim, dtype=torch.float64, requires_grad=True)
+    graph = Graph(torch.stack((source, destination)), (sources, destinations))
+    mine = destination == torch.arange(destinations)[:, None]
+    wanted = attend(q, k[:, source], v[:, source], over=mine, score=score)
+    learned = [q, k] if tied else [q, k, v]
+    learned += list(score.parameters())
+    towards = torch.randn_like(wanted)
+    expected = torch.autograd.grad(wanted, learned, towards, allow_unused=True, materialize_grads=True)
+    for kernel in {explain(q, k, v, over=graph, score=score).kernel, "edges"}:
+        out = attend(q, k, v, over=graph, score=score, kernel=kernel)
+        got = torch.autograd.grad(out, learned, towards, allow_unused=True, materialize_grads=True)
+        for a, b in zip((out, *got), (wanted, *expected), strict=True):
+            torch.testing.assert_close(a, b, atol=1e-9, rtol=1e-9)

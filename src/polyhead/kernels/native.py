@@ -134,7 +134,8 @@ class _Problem:
         """With zeros up to the common width: they change no sum."""
         if x is None:
             return None
-        return x.contiguous() if x.shape[-1] == self.dim else F.pad(x, (0, self.dim - x.shape[-1]))
+        # pad may keep the strides that it was given
+        return (x if x.shape[-1] == self.dim else F.pad(x, (0, self.dim - x.shape[-1]))).contiguous()
 
     def pointers(self) -> dict[str, int]:
         given = {
@@ -170,8 +171,10 @@ def _(q: Tensor, k: Tensor, v: Tensor | None, *rest: Any) -> tuple[Tensor, Tenso
 def _edges_backward(d_out: Tensor, d_lse: Tensor | None, out: Tensor, lse: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     *inputs, wanted = rest
     problem = _Problem(*inputs)
-    new = lambda x: None if x is None else torch.empty_like(x)
-    dq, dk = torch.empty_like(problem.q), torch.empty_like(problem.k)
+    # where there is nothing to sum over, nothing is written
+    room = torch.empty_like if out.numel() and problem.edge.numel() else torch.zeros_like
+    new = lambda x: None if x is None else room(x)
+    dq, dk = room(problem.q), room(problem.k)
     dv, da, d_map = (new(x) for x in (problem.v, problem.a, problem.map))
     d_inside, d_features, d_weights = (
         new(x) if want else None
@@ -211,7 +214,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
     ctx.options = options
 
 
-def _backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Any, ...]:
     *saved, seed, out, lse = ctx.saved_tensors
     tensors, order = saved[:8], saved[8:]
     d_out = torch.zeros_like(out) if d_out is None else d_out
@@ -221,7 +224,7 @@ def _backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Ten
         g if need and x is not None else None
         for g, x, need in zip(gradients, tensors, ctx.needs_input_grad, strict=False)
     ]
-    return (*given, None, None, None, None, None)
+    return (*given, [None] * len(order), None, None, None, None)
 
 
 torch.library.register_autograd("polyhead::edges", _backward, setup_context=_save, lib=_library)

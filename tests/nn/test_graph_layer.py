@@ -1,0 +1,237 @@
+"""The layer on graphs: ties between projections, biases, residuals, the paper's dropouts, sparse inputs."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from polyhead import GAT, Causal, Dense, Dot, GATv2, Graph, Mask, MultiHeadAttention, Score
+
+PAIRS = torch.tensor([[0, 1, 2, 2, 0, 4, 3], [1, 0, 0, 1, 0, 3, 4]])
+GRAPH = Graph(PAIRS, 6)
+
+
+def test_a_score_declares_what_is_shared():
+    gat = MultiHeadAttention(6, num_heads=2, score="gat")
+    assert gat.q_proj is None
+    assert gat.v_proj is None
+    assert set(dict(gat.named_parameters())) == {
+        "k_proj.weight", "k_proj.bias", "o_proj.weight", "o_proj.bias", "score.destination", "score.source"
+    }  # fmt: skip
+    v2 = MultiHeadAttention(6, num_heads=2, score="gatv2", combine="concat")
+    assert v2.v_proj is None
+    assert set(dict(v2.named_parameters())) == {
+        "q_proj.weight", "q_proj.bias", "k_proj.weight", "k_proj.bias", "o_bias", "score.weight"
+    }  # fmt: skip
+    assert MultiHeadAttention(6, num_heads=2, score=GATv2(2, 3, shares_queries=True)).q_proj is None
+    assert MultiHeadAttention(6, num_heads=2, score=GAT(2, 3, shares_queries=False)).q_proj is not None
+    assert isinstance(MultiHeadAttention(6, num_heads=2).score, Dot)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"score": "gat", "value_dim": 5}, "value_dim: it is 5, but head_dim is 3.*GAT has one projection"),
+        ({"score": "gatv2", "d_value": 5}, "d_value: it is 5, but d_key is 6"),
+        ({"score": "gat", "d_key": 5}, "d_key: it is 5, but d_model is 6"),
+        ({"score": "gat", "kv_heads": 1}, "kv_heads: it is 1, but num_heads is 2"),
+        ({"score": GAT(3, 3)}, "GAT is for 3 heads of 3 features, but there are 2 of 3"),
+        ({"score": "gatv3"}, "score: it is 'gatv3'; it must be 'dot', 'gat', 'gatv2' or a Score"),
+        ({"input_dropout": 1.0}, "input_dropout: it is 1.0"),
+        ({"value_dropout": -0.1}, "value_dropout: it is -0.1"),
+        ({"input_dropout": 0.5, "kv_heads": 1}, "kv_heads: it is 1, but num_heads is 2.*input_dropout"),
+    ],
+)
+def test_what_cannot_be_shared_is_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        MultiHeadAttention(6, num_heads=2, **options)
+
+
+@pytest.mark.parametrize("score", [GAT, GATv2])
+@pytest.mark.parametrize("arguments", [(0, 3), (2, 0), (2, 2.5)])
+def test_sizes_of_scores(score, arguments):
+    with pytest.raises(ValueError, match=r"must be a whole number, 1 or more"):
+        score(*arguments)
+
+
+@pytest.mark.parametrize("combine", ["project", "concat", "mean"])
+@pytest.mark.parametrize("score", ["dot", "gat", "gatv2"])
+@pytest.mark.parametrize("residual", [False, True])
+def test_a_node_without_in_edges_gets_bias_and_residual(score, combine, residual):
+    layer = MultiHeadAttention(6, num_heads=2, head_dim=3, score=score, combine=combine, residual=residual)
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter)
+    x = torch.randn(6, 6)
+    out, heads = layer(x, over=GRAPH)
+    bias = layer.o_proj.bias if combine == "project" else layer.o_bias
+    rest = (x if layer.r_proj is None else layer.r_proj(x)) if residual else torch.zeros_like(out)
+    # node 2 and node 5 have no in-edges
+    torch.testing.assert_close(out[[2, 5]], (bias + rest)[[2, 5]])
+    assert heads.outputs[:, [2, 5]].eq(0).all()
+    assert (layer.r_proj is not None) == (residual and combine == "mean")
+
+
+def test_without_bias_there_is_none():
+    layer = MultiHeadAttention(6, num_heads=2, score="gatv2", combine="concat", bias=False)
+    assert not [name for name, _ in layer.named_parameters() if "bias" in name]
+
+
+def test_bipartite():
+    layer = MultiHeadAttention(6, num_heads=2, d_key=4, score="gatv2", combine="concat")
+    to, come = torch.randn(3, 6), torch.randn(5, 4)
+    graph = Graph(torch.tensor([[4, 0, 4], [0, 0, 2]]), (5, 3))
+    out, heads = layer(to, come, over=graph)
+    assert out.shape == (3, 6)
+    torch.testing.assert_close(heads.weights[:, 2], torch.ones(2))
+    shared = MultiHeadAttention(4, num_heads=2, score="gat", combine="concat")
+    out, _ = shared(torch.randn(3, 4), come, over=graph)
+    torch.testing.assert_close(out[2], shared.k_proj(come)[4])
+
+
+@pytest.mark.parametrize("score", ["gat", "gatv2"])
+@pytest.mark.parametrize("over", [Dense(), Causal(), Mask(torch.rand(6, 6) > 0.4)], ids=repr)
+def test_graph_scores_on_sequences(score, over):
+    layer = MultiHeadAttention(6, num_heads=2, score=score)
+    x = torch.randn(4, 6, 6)
+    out, heads = layer(x, over=over)
+    allowed = over.mask(layer._call(x, None, None, over, None, None)[0].sizes, torch.device("cpu")).reshape(6, 6)
+    pairs = allowed.nonzero().T.flip(0)
+    same, on_edges = layer(x, over=Graph(pairs, 6))
+    torch.testing.assert_close(out, same)
+    torch.testing.assert_close(heads.weights[..., pairs[1], pairs[0]], on_edges.weights)
+
+
+def _sparse(rows, columns):
+    return torch.randn(rows, columns) * (torch.rand(rows, columns) < 0.3)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse:UserWarning")
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+@pytest.mark.parametrize("residual", [False, True])
+def test_sparse_inputs(layout, residual):
+    layer = MultiHeadAttention(20, num_heads=2, head_dim=3, score="gatv2", combine="concat", residual=residual)
+    x = _sparse(6, 20)
+    dense = layer(x, over=GRAPH)[0]
+    towards = torch.randn_like(dense)
+    wanted = torch.autograd.grad(dense, list(layer.parameters()), towards)
+    out = layer(x.to_sparse(layout=layout), over=GRAPH)[0]
+    torch.testing.assert_close(out, dense)
+    for a, b in zip(torch.autograd.grad(out, list(layer.parameters()), towards), wanted, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+def test_inputs_are_dropped_anew_for_each_head(sparse):
+    layer = MultiHeadAttention(
+        400, num_heads=3, head_dim=1, score="gat", combine="concat", bias=False, input_dropout=0.5
+    )
+    with torch.no_grad():
+        layer.k_proj.weight.fill_(1.0)
+    loops = Graph(torch.arange(50).expand(2, 50), 50)
+    x = torch.ones(50, 400)
+    out, _ = layer(x.to_sparse() if sparse else x, over=loops)
+    # a sum of 400 ones, half of them dropped and the rest doubled
+    assert (out.mean(0) - 400).abs().max() < 4 * 20 / 50**0.5
+    assert ((out.std(0) - 20).abs() < 8).all()
+    assert torch.corrcoef(out.T.detach()).fill_diagonal_(0).abs().max() < 0.6
+    torch.testing.assert_close(layer.eval()(x, over=loops)[0], torch.full((50, 3), 400.0))
+
+
+def test_query_and_key_see_the_same_dropped_input():
+    layer = MultiHeadAttention(8, num_heads=2, head_dim=4, score="gatv2", combine="concat", input_dropout=0.5)
+    with torch.no_grad():
+        layer.q_proj.weight.copy_(layer.k_proj.weight)
+    call, _ = layer._call(torch.randn(6, 8), None, None, GRAPH, None, None)
+    assert torch.equal(call.q, call.k)
+
+
+def test_values_are_dropped_after_the_scores():
+    layer = MultiHeadAttention(8, num_heads=2, head_dim=4, score="gat", combine="concat", value_dropout=0.5)
+    x = torch.randn(6, 8)
+    call, _ = layer._call(x, None, None, GRAPH, None, None)
+    whole = layer.k_proj(x).unflatten(-1, (2, 4)).transpose(0, 1)
+    torch.testing.assert_close(call.k, whole)
+    assert 0.2 < call.v.eq(0).float().mean() < 0.8
+    torch.testing.assert_close(call.v[call.v != 0], 2 * whole[call.v != 0])
+
+
+def test_dropout_of_attention_is_the_same_for_every_kernel():
+    layer = MultiHeadAttention(8, num_heads=2, score="gat", dropout=0.4)
+    x = torch.randn(6, 8)
+    torch.manual_seed(3)
+    out = layer(x, over=GRAPH)[0]
+    adjacency = torch.zeros(6, 6, dtype=torch.bool)
+    adjacency[PAIRS[1], PAIRS[0]] = True
+    torch.manual_seed(3)
+    torch.testing.assert_close(layer(x, over=adjacency)[0], out)
+
+
+@pytest.mark.parametrize("combine", ["project", "concat", "mean"])
+@pytest.mark.parametrize("score", [GAT(4, 3, edge_dim=2, bias=True), GATv2(4, 3, edge_dim=2)])
+def test_pruned_heads_are_gone_for_good(score, combine):
+    rich = Graph(PAIRS, 6, torch.randn(7, 2))
+    layer = MultiHeadAttention(6, num_heads=4, head_dim=3, score=score, combine=combine)
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter)
+    whole, x = copy.deepcopy(layer), torch.randn(6, 6)
+    layer.prune([0, 2])
+    out, heads = layer(x, over=rich)
+    outputs = whole(x, over=rich)[1].outputs[[1, 3]]
+    torch.testing.assert_close(heads.outputs, outputs)
+    if combine == "concat":
+        torch.testing.assert_close(
+            out, outputs.transpose(0, 1).flatten(1) + whole.o_bias.unflatten(0, (4, 3))[[1, 3]].flatten()
+        )
+    fresh = MultiHeadAttention(6, num_heads=4, head_dim=3, score=copy.deepcopy(whole.score), combine=combine)
+    fresh.load_state_dict(layer.state_dict())
+    torch.testing.assert_close(fresh(x, over=rich)[0], out)
+    assert score.num_heads == 4
+
+
+def test_there_is_no_w_v_to_fold():
+    with pytest.raises(ValueError, match="GAT sums the keys themselves, and has no W_V"):
+        MultiHeadAttention(6, num_heads=2, score="gat").merged()
+
+
+def test_starting_over_draws_the_score_too():
+    layer = MultiHeadAttention(6, num_heads=2, score="gat")
+    before = layer.score.source.clone()
+    layer.reset_parameters()
+    assert not torch.equal(before, layer.score.source)
+
+
+def test_a_score_of_ones_own_goes_along_edges():
+    class Near(Score):
+        def forward(self, q, k):
+            return -torch.cdist(q, k)
+
+    layer = MultiHeadAttention(6, num_heads=2, score=Near())
+    x = torch.randn(3, 6, 6)
+    adjacency = torch.zeros(6, 6, dtype=torch.bool)
+    adjacency[PAIRS[1], PAIRS[0]] = True
+    torch.testing.assert_close(layer(x, over=GRAPH)[0], layer(x, over=adjacency)[0], atol=1e-5, rtol=1e-4)
+
+
+def test_learning_on_a_graph():
+    """A node's label is the mean of its neighbours' first feature: two layers learn it."""
+    graph = Graph(torch.randint(0, 40, (2, 200)), 40).with_self_loops()
+    x = torch.randn(40, 8)
+    pairs = graph.edge_index
+    wanted = torch.zeros(40).index_add(0, pairs[1], x[pairs[0], 0]) / graph.order.first.diff()
+    layers = torch.nn.ModuleList(
+        [
+            MultiHeadAttention(8, num_heads=2, head_dim=8, score="gatv2", combine="concat"),
+            MultiHeadAttention(16, num_heads=2, head_dim=1, score="gat", combine="mean"),
+        ]
+    )
+    optimizer = torch.optim.Adam(layers.parameters(), lr=0.02)
+    first = None
+    for _ in range(150):
+        hidden = F.elu(layers[0](x, over=graph)[0])
+        loss = (layers[1](hidden, over=graph)[0][:, 0] - wanted).square().mean()
+        first = loss.item() if first is None else first
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert loss.item() < 0.1 * first

@@ -1,0 +1,152 @@
+"""The view on a graph: the same questions, answered edge by edge, beside the dense answers."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+
+from polyhead import Graph, MultiHeadAttention
+
+NODES, HEADS = 9, 3
+
+
+def _pairs():
+    every = torch.randperm(NODES * NODES)[:37]
+    pairs = torch.stack((every % NODES, every // NODES))
+    # node 4 has no in-edges
+    return pairs[:, pairs[1] != 4]
+
+
+@pytest.fixture(params=[(), (2,)])
+def views(request):
+    """A view on a graph, one on the same pairs as a mask, and the pairs."""
+    pairs = _pairs()
+    layer = MultiHeadAttention(6, num_heads=HEADS, head_dim=4, score="gatv2")
+    x = torch.randn(*request.param, NODES, 6)
+    adjacency = torch.zeros(NODES, NODES, dtype=torch.bool)
+    adjacency[pairs[1], pairs[0]] = True
+    return layer(x, over=Graph(pairs, NODES))[1], layer(x, over=adjacency)[1], pairs
+
+
+def test_weights_are_in_the_order_given(views):
+    heads, dense, (source, destination) = views
+    assert heads.shape == (*dense.shape[:-2], len(source))
+    torch.testing.assert_close(heads.weights, dense.weights[..., destination, source])
+    assert torch.equal(heads.edge_index, torch.stack((source, destination)))
+    assert (heads.ndim, len(heads), heads.dtype) == (len(heads.shape), heads.shape[0], torch.float32)
+
+
+@pytest.mark.parametrize("question", ["entropy", "received", "diversity", "distance", "heatmap", "agreement"])
+def test_the_answers_are_the_dense_ones(views, question):
+    heads, dense, _ = views
+    torch.testing.assert_close(getattr(heads, question)(), getattr(dense, question)())
+
+
+@pytest.mark.parametrize("on", ["self", "previous", "first", 2, torch.arange(NODES) % 2 == 0])
+def test_mass(views, on):
+    heads, dense, _ = views
+    torch.testing.assert_close(heads.mass(on), dense.mass(on))
+
+
+def test_mass_on_nodes_that_are_not_there(views):
+    with pytest.raises(ValueError, match=r"must be a bool tensor .* with 9 keys"):
+        views[0].mass(torch.ones(3, dtype=torch.bool))
+
+
+@pytest.mark.parametrize("k", [1, 3, NODES])
+def test_top(views, k):
+    heads, dense, _ = views
+    for a, b in zip(heads.top(k), dense.top(k), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_contribution(views):
+    heads, dense, (source, destination) = views
+    torch.testing.assert_close(heads.contribution().weights, dense.contribution().weights[..., destination, source])
+
+
+def test_parts(views):
+    heads, _, (source, destination) = views
+    whole = heads.weights
+    torch.testing.assert_close(heads.select(heads=[2, 0]).weights, whole[..., [2, 0], :])
+    torch.testing.assert_close(heads.select(edges=slice(3, 9)).weights, whole[..., 3:9])
+    into = heads.select(queries=[3, 5])
+    chosen = torch.isin(destination, torch.tensor([3, 5]))
+    torch.testing.assert_close(into.weights, whole[..., chosen])
+    assert torch.equal(into.edge_index, torch.stack((source, destination))[:, chosen])
+    both = heads.select(heads=1, queries=[3, 5], keys=[0, 1, 2])
+    chosen &= source < 3
+    torch.testing.assert_close(both.weights, whole[..., 1:2, chosen])
+    torch.testing.assert_close(heads[..., 1, 4:7], whole[..., 1, 4:7])
+    torch.testing.assert_close(heads[..., -1], whole[..., -1])
+    with pytest.raises(ValueError, match="edges: 99 is out of reach"):
+        heads.select(edges=99)
+
+
+def test_edges_are_for_graphs(views):
+    _, dense, _ = views
+    with pytest.raises(ValueError, match="edges: this attention is not on a graph"):
+        dense.select(edges=[0])
+    with pytest.raises(ValueError, match="edge_index: this attention is not on a graph"):
+        _ = dense.edge_index
+
+
+def test_lasting_copies(views):
+    heads, _, _ = views
+    whole = heads.weights
+    for copied in (heads.detach(), heads.cpu(), pickle.loads(pickle.dumps(heads)), copy.deepcopy(heads)):
+        torch.testing.assert_close(copied.weights, whole.detach(), check_stride=False)
+    assert heads.numpy().shape == tuple(heads.shape)
+    torch.testing.assert_close(torch.as_tensor(heads * 2), whole * 2)
+
+
+def test_a_stale_view():
+    weights = torch.rand(5)
+    graph = Graph(torch.tensor([[0, 1, 2, 2, 0], [1, 0, 0, 1, 0]]), 3, weights=weights)
+    layer = MultiHeadAttention(6, num_heads=2, score="gat")
+    _, heads = layer(torch.randn(3, 6), over=graph)
+    lasting = heads.detach()
+    before = heads.weights
+    weights.mul_(2)
+    with pytest.raises(ValueError, match="stale: over changed in place"):
+        _ = heads.weights
+    torch.testing.assert_close(lasting.weights, before.detach())
+    _, heads = layer(torch.randn(3, 6), over=graph)
+    with torch.no_grad():
+        layer.score.source.add_(1.0)
+    with pytest.raises(ValueError, match="stale: score changed in place"):
+        heads.entropy()
+
+
+def test_edge_weights_show():
+    graph = Graph(torch.tensor([[0, 1, 2], [0, 0, 1]]), 3, weights=torch.tensor([2.0, 2.0, 0.5]))
+    _, heads = MultiHeadAttention(6, num_heads=2, score="gat")(torch.randn(3, 6), over=graph)
+    torch.testing.assert_close(heads.weights[:, :2].sum(-1), torch.full((2,), 2.0))
+    torch.testing.assert_close(heads.weights[:, 2], torch.full((2,), 0.5))
+
+
+def test_gradients_of_what_is_seen(views):
+    heads, dense, _ = views
+    layer_grad = lambda view: torch.autograd.grad(view.entropy().square().sum(), view._part.call.q, retain_graph=True)[
+        0
+    ]
+    torch.testing.assert_close(layer_grad(heads), layer_grad(dense), atol=1e-5, rtol=1e-4)
+
+
+def test_pictures(views):
+    heads, _, _ = views
+    assert len(heads.plot().axes) >= HEADS
+    assert heads._repr_html_().count("<img") == HEADS
+
+
+def test_ranking():
+    x = torch.randn(40, 6)
+    graph = Graph(torch.randint(0, 40, (2, 100)), 40)
+    static = MultiHeadAttention(6, num_heads=2, score="gat")(x, over=graph)[1]
+    torch.testing.assert_close(static.agreement(), torch.ones(2, dtype=torch.float64))
+    dynamic = MultiHeadAttention(6, num_heads=2, score="gatv2")(x, over=graph)[1]
+    assert (dynamic.agreement() < 0.999).all()
+    assert dynamic.select(heads=[1]).agreement().shape == (1,)
+    with pytest.raises(ValueError, match="at least two are compared"):
+        dynamic.agreement(1)
