@@ -276,3 +276,18 @@ def test_several_signals_on_one_graph():
     out, heads = layer(x, over=graph)
     assert heads.shape == (4, 5, 2, 5)
     torch.testing.assert_close(out[2, 3], layer(x[2, 3], over=graph)[0])
+
+
+def test_degrees_of_zero_and_other_devices():
+    graph = Graph(torch.tensor([[0, 1], [1, 1]]), 3).normalised()
+    torch.testing.assert_close(graph.weights, torch.tensor([0.0, 0.5]))
+    A = torch.zeros(3, 3)
+    A[1, 0] = A[1, 1] = 1
+    torch.testing.assert_close(definition.normalised(A.numpy())[1].tolist(), [0.0, 0.5, 0.0])
+    moved = graph.to("meta")
+    assert moved.order.edge.device.type == moved.weights.device.type == "meta"
+
+
+def test_edges_given_as_a_mask():
+    with pytest.raises(ValueError, match=r"Edges go to Graph\(edge_index\)"):
+        MultiHeadAttention(6, num_heads=2)(torch.randn(3, 6), over=PAIRS)

@@ -144,7 +144,7 @@ def test_ranking():
     x = torch.randn(40, 6)
     graph = Graph(torch.randint(0, 40, (2, 100)), 40)
     static = MultiHeadAttention(6, num_heads=2, score="gat")(x, over=graph)[1]
-    torch.testing.assert_close(static.agreement(), torch.ones(2, dtype=torch.float64))
+    torch.testing.assert_close(static.agreement(), torch.ones(2))
     dynamic = MultiHeadAttention(6, num_heads=2, score="gatv2")(x, over=graph)[1]
     assert (dynamic.agreement() < 0.999).all()
     assert dynamic.select(heads=[1]).agreement().shape == (1,)

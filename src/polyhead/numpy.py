@@ -136,7 +136,8 @@ def gatv2(
 
 def normalised(A: Float[Array, "nodes nodes"]) -> Float[Array, "nodes nodes"]:
     """Ã = D^−½ A D^−½ with the sums of the rows in D (Kipf 2017)."""
-    root = A.sum(axis=1) ** -0.5
+    degree = A.sum(axis=1)
+    root = np.where(degree > 0, np.maximum(degree, np.finfo(A.dtype).tiny) ** -0.5, 0)
     return root[:, None] * A * root[None, :]
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from polyhead import GAT, Causal, Dense, Dot, GATv2, Graph, Mask, MultiHeadAttention, Score
+from polyhead import GAT, Causal, Dense, Dot, GATv2, Graph, Mask, MultiHeadAttention, Padding, Score
 
 PAIRS = torch.tensor([[0, 1, 2, 2, 0, 4, 3], [1, 0, 0, 1, 0, 3, 4]])
 GRAPH = Graph(PAIRS, 6)
@@ -187,6 +187,28 @@ def test_pruned_heads_are_gone_for_good(score, combine):
     fresh.load_state_dict(layer.state_dict())
     torch.testing.assert_close(fresh(x, over=rich)[0], out)
     assert score.num_heads == 4
+
+
+def test_pruning_beside_a_residual():
+    layer = MultiHeadAttention(6, num_heads=4, head_dim=3, score="gat", combine="concat", residual=True)
+    layer.prune([1])
+    assert layer(torch.randn(6, 6), over=GRAPH)[0].shape == (6, 9)
+    with pytest.raises(ValueError, match="narrower than the query, which residual=True adds"):
+        MultiHeadAttention(12, num_heads=4, score="gat", combine="concat", residual=True).prune([1])
+
+
+def test_inputs_are_dropped_in_padded_batches_too():
+    layer = MultiHeadAttention(64, num_heads=2, input_dropout=0.5)
+    x = torch.randn(8, 512, 64)
+    out, again = (layer(x, over=Padding([100] * 8))[0] for _ in range(2))
+    assert not torch.allclose(out, again)
+    with pytest.raises(ValueError, match=r"input_dropout=0.5 needs a W_V"):
+        layer.merged()
+
+
+def test_sparse_inputs_have_no_batch():
+    with pytest.raises(ValueError, match=r"a sparse input of shape \(2, 6, 6\); it must be \(items, features\)"):
+        MultiHeadAttention(6, num_heads=2, score="gat")(torch.randn(2, 6, 6).to_sparse(), over=GRAPH)
 
 
 def test_there_is_no_w_v_to_fold():

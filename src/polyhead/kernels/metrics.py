@@ -246,13 +246,16 @@ def agreement(call: Call, queries: Int[Tensor, " some"]) -> Float[Tensor, "... h
     wide = call._replace(q=call.q.double(), k=call.k.double(), over=Dense())
     if call.bias is not None and isinstance(call.over, Graph):
         wide = wide._replace(bias=None)
-    rank = _ranks(scores(wide, queries))
-    centred = rank - rank.mean(-1, keepdim=True)
-    unit = centred / positive(centred.norm(dim=-1, keepdim=True))
+    # of all pairs i ≠ j only the sum of unit_i·unit_j is wanted: it is known from the sum of all, one query at a time
+    total = squares = call.q.new_zeros((), dtype=torch.float64)
+    for query in queries:
+        rank = _ranks(scores(wide, query[None]))[..., 0, :]
+        centred = rank - rank.mean(-1, keepdim=True)
+        unit = centred / positive(centred.norm(dim=-1, keepdim=True))
+        total, squares = total + unit, squares + unit.square().sum(-1)
     number = len(queries)
-    # the mean over pairs i ≠ j of unit_i·unit_j, from the length of their sum
-    total = unit.sum(-2).square().sum(-1) - unit.square().sum((-2, -1))
-    return total / (number * (number - 1))
+    answer = (total.square().sum(-1) - squares) / (number * (number - 1))
+    return answer.to(torch.promote_types(call.q.dtype, torch.float32))
 
 
 def _ranks(s: Float[Tensor, "... keys"]) -> Float[Tensor, "... keys"]:

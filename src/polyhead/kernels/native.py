@@ -127,7 +127,7 @@ class _Problem:
             "kind": kind, "double": q.dtype == torch.float64, "batch": q.shape[0], "sources": k.shape[1],
             "destinations": q.shape[1], "heads": q.shape[2], "dim": self.dim,
             "edge_features": 0 if features is None else features.shape[1], "factor": factor, "dropout": dropout,
-            "threshold": threshold, "seed": 0 if seed is None else int(seed), "threads": torch.get_num_threads(),
+            "threshold": threshold, "seed": 0 if seed is None else int(seed.to(torch.int32)), "threads": torch.get_num_threads(),
         }  # fmt: skip
 
     def wide(self, x: Any) -> Any:
@@ -227,4 +227,12 @@ def _backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Any
     return (*given, [None] * len(order), None, None, None, None)
 
 
+def _no_second_derivatives(ctx: Any, *gradients: Any) -> Any:
+    raise RuntimeError(
+        "the native kernel has first derivatives only; for second ones call attend(…, kernel='edges'), or torch.func"
+    )
+
+
+# without a rule of its own it would count as constant, and second derivatives as zero
+torch.library.register_autograd("polyhead::edges_backward", _no_second_derivatives, lib=_library)
 torch.library.register_autograd("polyhead::edges", _backward, setup_context=_save, lib=_library)

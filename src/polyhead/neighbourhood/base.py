@@ -142,7 +142,8 @@ class Mask(Neighbourhood):
         if keep.dtype != torch.bool:
             if not numbers_hidden() and not bool(((keep == 0) | (keep == 1)).all()):
                 raise ValueError(
-                    f"Mask: keep is {keep.dtype} with values other than 0 and 1; 1 (True) = may attend. Lengths go to Padding(lengths)"
+                    f"Mask: keep is {keep.dtype} with values other than 0 and 1; 1 (True) = may attend. "
+                    + ("Edges go to Graph(edge_index)" if keep.shape[0] == 2 else "Lengths go to Padding(lengths)")
                 )
             keep = keep.bool()
         if keep.dim() < 2:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from jaxtyping import Bool, Float, Int, Integer
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from polyhead._torch import numbers_hidden
 from polyhead.neighbourhood.base import Mask, Neighbourhood, Sizes, neighbourhood, parts
@@ -165,6 +166,11 @@ class Graph(Neighbourhood):
         filled = torch.as_tensor(fill, dtype=features.dtype, device=features.device)
         return filled.expand(self.destinations, features.shape[1])
 
+    def to(self, device: torch.device | str) -> Graph:
+        """The same graph on another device."""
+        moved: Graph = pytree.tree_map(lambda x: x.to(device), self)
+        return moved
+
     def reverse(self) -> Graph:
         """Every edge the other way round, under the same number."""
         back = Graph(self.edge_index.flip(0), (self.destinations, self.sources), self.features, self.weights)
@@ -180,7 +186,9 @@ class Graph(Neighbourhood):
             raise ValueError(f"normalised: {self.sources} sources are not the {self.destinations} destinations")
         source, destination = self.edge_index
         like = self.weights if self.weights is not None else torch.ones(self.num_edges, device=source.device)
-        root = like.new_zeros(self.sources).index_add(0, destination, like).pow(-0.5)
+        degree = like.new_zeros(self.sources).index_add(0, destination, like)
+        # a node of degree zero has no share in anything
+        root = degree.pow(-0.5).masked_fill(degree == 0, 0.0)
         return Graph(self.edge_index, self.sources, self.features, like * root[source] * root[destination])
 
     @staticmethod

@@ -96,4 +96,5 @@ def _lost(edge_index: Tensor, edge: int, sources: int, destinations: int) -> Val
         there = f"nodes are 0 to {sources - 1}" if sources else "there are no nodes"
     else:
         there = f"there are {sources} sources and {destinations} destinations, numbered from 0"
-    return ValueError(f"edge_index: edge {edge} goes from {a} to {b}, but {there}; pass num_nodes if there are more")
+    hint = "" if min(a, b) < 0 else "; pass num_nodes if there are more"
+    return ValueError(f"edge_index: edge {edge} goes from {a} to {b}, but {there}{hint}")

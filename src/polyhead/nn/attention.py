@@ -142,8 +142,9 @@ class MultiHeadAttention(nn.Module):
             nn.init.constant_(self.sink, self._sink_start)
         if self.o_bias is not None:
             nn.init.zeros_(self.o_bias)
-        if isinstance(self.score, (GAT, GATv2)):
-            self.score.reset_parameters()
+        redraw = getattr(self.score, "reset_parameters", None)
+        if redraw is not None:
+            redraw()
         for linear in (self.q_proj, self.k_proj, self.v_proj, self.o_proj, self.r_proj):
             if isinstance(linear, nn.Linear):
                 nn.init.xavier_uniform_(linear.weight)
@@ -227,7 +228,7 @@ class MultiHeadAttention(nn.Module):
         over, live = neighbourhood(over), None
         if type(over) is not Dense:
             over = over.within(to_itself)
-            if to_itself and value is key and cache is None:
+            if to_itself and value is key and cache is None and not (self.input_dropout and self.training):
                 live = _live(over, query, self.num_heads)
         q, k, v = self._projected(query, key, value, live)
         q_norm, position = self.q_norm, self.position
@@ -291,27 +292,20 @@ class MultiHeadAttention(nn.Module):
 
     def _check_ties(self) -> None:
         """One projection for two inputs needs inputs of one width, and heads of one width and number."""
-        shared = []
+        one = f"{type(self.score).__name__} has one projection for both"
+        heads = ("kv_heads", self.kv_heads, "num_heads", self.num_heads)
+        shared: list[tuple[str, int, str, int, str]] = []
         if self.score.shares_values:
-            shared += [
-                ("value_dim", self.value_dim, "head_dim", self.head_dim),
-                ("d_value", self.d_value, "d_key", self.d_key),
-            ]
+            shared.append(("value_dim", self.value_dim, "head_dim", self.head_dim, one))
+            shared.append(("d_value", self.d_value, "d_key", self.d_key, one))
         if self.score.shares_queries:
-            shared += [
-                ("kv_heads", self.kv_heads, "num_heads", self.num_heads),
-                ("d_key", self.d_key, "d_model", self.d_model),
-            ]
+            shared.append((*heads, one))
+            shared.append(("d_key", self.d_key, "d_model", self.d_model, one))
         if self.input_dropout:
-            shared += [("kv_heads", self.kv_heads, "num_heads", self.num_heads)]
-        for name, size, other, wanted in shared:
+            shared.append((*heads, "input_dropout draws anew for each head"))
+        for name, size, other, wanted, reason in shared:
             if size != wanted:
-                reason = (
-                    "input_dropout draws" if self.input_dropout else f"{type(self.score).__name__} has one projection"
-                )
-                raise ValueError(
-                    f"{name}: it is {size}, but {other} is {wanted}; they must be equal, since {reason} for both"
-                )
+                raise ValueError(f"{name}: it is {size}, but {other} is {wanted}; they must be equal, since {reason}")
         if isinstance(self.score, (GAT, GATv2)):
             self.score.check(self.num_heads, self.head_dim, self.score.edge_dim)
 

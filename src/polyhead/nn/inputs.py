@@ -27,6 +27,10 @@ def project(
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     if x.layout == torch.strided:
         return F.linear(x, weight, bias)
+    if x.dim() != 2:
+        raise ValueError(
+            f"query: a sparse input of shape {tuple(x.shape)}; it must be (items, features), without a batch"
+        )
     y = torch.sparse.mm(x, weight.T)
     return y if bias is None else y + bias
 

@@ -33,6 +33,10 @@ def prune(layer: MultiHeadAttention, heads: Sequence[int]) -> None:
         return
     for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
         _check_plain(layer, name)
+    if layer.combine == "concat" and layer.residual and layer.r_proj is None:
+        raise ValueError(
+            "heads: with combine='concat' the output would be narrower than the query, which residual=True adds to it"
+        )
     kept = _numbers([head for head in range(number) if head not in gone])
     kept_kv = kept if layer.kv_heads == number else _whole_groups(gone, number, layer.kv_heads)
     before = getattr(layer, KEPT, None)
@@ -46,8 +50,11 @@ def prune(layer: MultiHeadAttention, heads: Sequence[int]) -> None:
         layer.value_heads = len(kept_kv)
     if layer.o_proj is not None:
         _keep_columns(layer.o_proj, _places(kept, layer.value_dim))
-    if layer.o_bias is not None and layer.combine == "concat":
-        layer.o_bias = _kept(layer.o_bias, _places(kept, layer.value_dim))
+    if layer.combine == "concat":
+        if layer.o_bias is not None:
+            layer.o_bias = _kept(layer.o_bias, _places(kept, layer.value_dim))
+        if layer.r_proj is not None:
+            _keep_rows(layer.r_proj, _places(kept, layer.value_dim))
     # another layer may share the score, and keeps all its heads
     layer.score = copy.deepcopy(layer.score)
     layer.score.keep_heads(kept)
@@ -145,6 +152,8 @@ def merged(layer: MultiHeadAttention) -> MultiHeadAttention:
     """A layer that equals this one and has no W_V."""
     if layer.o_proj is None:
         raise ValueError(f"merged(): combine={layer.combine!r} has no W_O to fold W_V into; it needs combine='project'")
+    if layer.input_dropout:
+        raise ValueError(f"merged(): input_dropout={layer.input_dropout} needs a W_V for each head's own input")
     if layer.v_proj is None:
         raise ValueError(f"merged(): {type(layer.score).__name__} sums the keys themselves, and has no W_V")
     if isinstance(layer.v_proj, (nn.Identity, WithOne)):
