@@ -4,7 +4,7 @@ PIP := $(BIN)/pip install --quiet --constraint constraints.txt
 # some CPUs advertise AMX that may not be used: a bf16 product then dies with "Illegal instruction"
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_FP16
 
-.PHONY: demo test bench format clean
+.PHONY: demo test bench format sanitize clean
 
 demo: .venv/demo
 	$(BIN)/python -m polyhead demo --out heads.png
@@ -19,6 +19,12 @@ test: .venv/test
 bench: .venv/test
 	$(BIN)/python -m benchmarks
 
+# the C++ kernels alone, under the sanitizers of addresses and of undefined behaviour
+sanitize:
+	cmake -S . -B build/sanitize -D POLYHEAD_SANITIZE=ON
+	cmake --build build/sanitize --parallel 2
+	build/sanitize/test_kernels
+
 format: .venv/test
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
@@ -26,12 +32,15 @@ format: .venv/test
 .venv/bin/python:
 	$(PYTHON) -m venv .venv
 
-.venv/demo: pyproject.toml constraints.txt | .venv/bin/python
+# what an installation is made from: Python files are read where they lie
+PARTS := pyproject.toml constraints.txt CMakeLists.txt $(wildcard src/polyhead/kernels/csrc/*)
+
+.venv/demo: $(PARTS) | .venv/bin/python
 	$(PIP) torch
 	$(PIP) --editable '.[plot]'
 	touch $@
 
-.venv/test: pyproject.toml constraints.txt | .venv/bin/python
+.venv/test: $(PARTS) | .venv/bin/python
 	$(PIP) torch
 	$(PIP) --editable '.[test]'
 	touch $@

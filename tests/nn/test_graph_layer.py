@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from polyhead import GAT, Causal, Dense, Dot, GATv2, Graph, Mask, MultiHeadAttention, Padding, Score
+from polyhead.nn.inputs import thinned
 
 PAIRS = torch.tensor([[0, 1, 2, 2, 0, 4, 3], [1, 0, 0, 1, 0, 3, 4]])
 GRAPH = Graph(PAIRS, 6)
@@ -136,6 +137,21 @@ def test_inputs_are_dropped_anew_for_each_head(sparse):
     assert ((out.std(0) - 20).abs() < 8).all()
     assert torch.corrcoef(out.T.detach()).fill_diagonal_(0).abs().max() < 0.6
     torch.testing.assert_close(layer.eval()(x, over=loops)[0], torch.full((50, 3), 400.0))
+
+
+@pytest.mark.parametrize("share", [0.1, 0.6, 0.999])
+def test_thinning_keeps_the_mean(share):
+    x = torch.full((1001, 999), 3.0)
+    thin = thinned(x, share)
+    kept = thin != 0
+    expected = (share * (1 - share) / x.numel()) ** 0.5
+    assert abs(kept.float().mean() - (1 - share)) < 5 * expected + 1e-5
+    assert thin[kept].std() < 1e-3 * thin[kept].mean()
+    assert abs(thin.mean() - 3) < 15 * expected / (1 - share) + 1e-3
+    # neighbours, which share a word of random bits, fall independently
+    fell = (~kept).float().flatten()[: 4 * 10**5].view(-1, 4)
+    assert (torch.corrcoef(fell.T) - torch.eye(4)).abs().max() < 0.02
+    assert thinned(torch.zeros(0, 3), share).shape == (0, 3)
 
 
 def test_query_and_key_see_the_same_dropped_input():

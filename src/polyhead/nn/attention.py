@@ -18,7 +18,7 @@ from polyhead.kernels.rows import Live
 from polyhead.neighbourhood import Dense, Neighbourhood, Sizes, neighbourhood
 from polyhead.nn import surgery
 from polyhead.nn.cache import KeyValueCache
-from polyhead.nn.inputs import dropped, project
+from polyhead.nn.inputs import dropped, project, thinned
 from polyhead.position import Position
 from polyhead.score import GAT, Dot, GATv2, Score
 
@@ -273,7 +273,7 @@ class MultiHeadAttention(nn.Module):
         else:
             q = k if query is key else _split(mapped(self.k_proj, x), self.num_heads)
         v = k if self.v_proj is None else _split(mapped(self.v_proj, z), self.value_heads)
-        return q, k, nn.functional.dropout(v, self.value_dropout, self.training) if self.value_dropout else v
+        return q, k, thinned(v, self.value_dropout) if self.value_dropout and self.training else v
 
     def cache(
         self, batch: int | tuple[int, ...] | None, length: int, *, dtype: torch.dtype | None = None

@@ -1,0 +1,69 @@
+// The floor: rows gathered and summed, with the partition and the prefetching of the attention and none of its
+// arithmetic.
+#pragma once
+
+#include "entry.hpp"
+
+namespace polyhead {
+namespace {
+
+template <class T>
+struct Gather {
+    const GatherSum &in;
+    const Loops<T> &loops;
+    Shape shape;
+    char *slots;
+    const T *one;
+    int64_t *asked;  // a line for each thread
+
+    T *slot(int64_t index) const { return reinterpret_cast<T *>(slots) + index * in.width; }
+    T *out(int64_t node) const { return static_cast<T *>(in.out) + node * in.width; }
+
+    void run(int thread, int64_t begin, int64_t end, T *into) const {
+        const int64_t block = block_edges(in.width * int64_t(sizeof(T))), edges = in.first[in.destinations];
+        const T *rows[MOST_EDGES];
+        if (begin == end)
+            for (int64_t x = 0; x < in.width; ++x) into[x] = 0;
+        for (int64_t at = begin; at < end; at += block) {
+            int64_t count = end - at < block ? end - at : block, *asked_here = asked + thread * 8;
+            for (int64_t e = 0; e < count; ++e) rows[e] = static_cast<const T *>(in.v) + in.source[at + e] * in.width;
+            Next next = next_edges(asked_here, at + count, block, edges);
+            Ahead ahead{static_cast<const char *>(in.v), in.source + next.at, next.count,
+                        in.width * int64_t(sizeof(T)), shape.dim * int64_t(sizeof(T))};
+            loops.accumulate(shape, {one, 0, 0}, rows, count, at == begin, into, ahead);
+        }
+    }
+
+    void whole(int64_t, int thread, int64_t node, int64_t begin, int64_t end) const {
+        run(thread, begin, end, out(node));
+    }
+    void piece(int64_t, int thread, int64_t, int64_t begin, int64_t end, int64_t index) const {
+        run(thread, begin, end, slot(index));
+    }
+    void merge(int64_t, int64_t into, int64_t from) const {
+        for (int64_t x = 0; x < in.width; ++x) slot(into)[x] += slot(from)[x];
+    }
+    void finish(int64_t, int64_t node, int64_t index) const {
+        for (int64_t x = 0; x < in.width; ++x) out(node)[x] = slot(index)[x];
+    }
+};
+
+template <class T>
+bool gather_sum(const GatherSum &in) {
+    // "heads" of one vector each: the tiles then take eight of them at a time
+    const int64_t dim = in.width % NATIVE<T> ? 8 : NATIVE<T>;
+    Loops<T> loops = loops_for<T>(dim);
+    Scratch slots, ones, asked;
+    if (!slots.reserve(2 * count_parts(in.first[in.destinations]) * in.width * sizeof(T))) return false;
+    // a coefficient is looked up at its quad, whatever the strides
+    const int64_t count = MOST_EDGES * (in.width / dim);
+    if (!ones.reserve(count * sizeof(T))) return false;
+    if (!asked.reserve_zeros(in.threads * 64)) return false;
+    for (int64_t x = 0; x < count; ++x) ones.as<T>()[x] = 1;
+    Gather<T> work{in, loops, {in.width / dim, dim}, slots.as<char>(), ones.as<T>(), asked.as<int64_t>()};
+    over_parts(work, in.first, in.destinations, in.threads, thread_number);
+    return true;
+}
+
+}  // namespace
+}  // namespace polyhead

@@ -1,0 +1,116 @@
+// Both halves of the backward pass for every batch entry, and the sums over their parts.
+#pragma once
+
+#include "backward_destinations.hpp"
+#include "backward_sources.hpp"
+
+namespace polyhead {
+namespace {
+
+// The scratch of a backward pass: `ready` is false when there was no memory.
+template <class T>
+struct BackwardScratch {
+    Scratch threads, slots, stats, ds, signs, da, map, a_map;
+    bool ready;
+
+    BackwardScratch(const Entry<T> &in, const Gradients &to, int64_t parts, int64_t lanes) {
+        const Problem &p = in.problem;
+        const int64_t edges = p.first[p.destinations], wide = sizeof(T);
+        const int64_t map_row = p.edge_features * in.row;
+        const int64_t bench = line(BySource<T>::bench_bytes(in), ByDestination<T>::bench_bytes(in));
+        const int64_t slot = line(BySource<T>::slot_bytes(in), ByDestination<T>::slot_bytes(in));
+        ready = threads.reserve_zeros(p.threads * bench) && slots.reserve(2 * parts * slot) &&
+                stats.reserve(p.destinations * 2 * p.heads * wide) && ds.reserve(edges * p.heads * wide) &&
+                (p.kind != GATV2 || signs.reserve(edges * (in.row / lanes) * sizeof(Signs<T>))) &&
+                (!to.da || da.reserve(parts * in.row * wide)) &&
+                (!in.map || (map.reserve(parts * map_row * wide) && a_map.reserve(map_row * wide)));
+    }
+
+  private:
+    static int64_t line(int64_t a, int64_t b) { return ((a > b ? a : b) + 63) / 64 * 64; }
+};
+
+// The parts, summed in order into the first of them.
+template <class T>
+void sum_parts(T *parts, int64_t count, int64_t width) {
+    for (int64_t part = 1; part < count; ++part)
+        for (int64_t x = 0; x < width; ++x) parts[x] += parts[part * width + x];
+}
+
+// da = the nodes' share and, with features, the edges': sum of map times what d_map is made of
+template <class T>
+void finish_parts(const Entry<T> &in, const Gradients &to, const Between<T> &between, int64_t parts) {
+    const int64_t features = in.problem.edge_features, dim = in.shape.dim;
+    if (between.map_parts) sum_parts(between.map_parts, parts, features * in.row);
+    if (to.da) {
+        sum_parts(between.da_parts, parts, in.row);
+        for (int64_t x = 0; x < in.row; ++x) static_cast<T *>(to.da)[x] = between.da_parts[x];
+    }
+    for (int64_t x = 0; between.map_parts && x < features * in.row; ++x) {
+        const int64_t at = x / (features * dim) * dim + x % dim;
+        if (to.da) static_cast<T *>(to.da)[at] += in.map[x] * between.map_parts[x];
+        if (to.d_map) static_cast<T *>(to.d_map)[x] = in.a[at] * between.map_parts[x];
+    }
+}
+
+template <class T>
+void clear(T *x, int64_t count) {
+    for (int64_t at = 0; at < count; ++at) x[at] = 0;
+}
+
+template <class T>
+Between<T> between_of(const Entry<T> &in, const Gradients &to, BackwardScratch<T> &scratch, int64_t lanes) {
+    const Problem &p = in.problem;
+    const int64_t to_row = in.number * p.destinations, from_row = in.number * p.sources;
+    const bool sums_map = in.map && (to.d_map || to.da);
+    return {to,
+            offset<T>(to.out, to_row * in.row),
+            offset<T>(to.lse, to_row * p.heads),
+            offset<T>(to.d_out, to_row * in.row),
+            offset<T>(to.d_lse, to_row * p.heads),
+            offset<T>(to.dq, to_row * in.q_row),
+            offset<T>(to.dk, from_row * in.k_row),
+            offset<T>(to.dv, from_row * in.row),
+            offset<T>(to.da, 0),
+            offset<T>(to.d_inside, 0),
+            offset<T>(to.d_weights, 0),
+            offset<T>(to.d_features, 0),
+            scratch.stats.template as<T>(),
+            scratch.ds.template as<T>(),
+            scratch.signs.template as<Signs<T>>(),
+            scratch.da.template as<T>(),
+            sums_map ? scratch.map.template as<T>() : nullptr,
+            scratch.a_map.template as<T>(),
+            in.row / lanes};
+}
+
+template <class T>
+bool backward(const Problem &p, const Gradients &to) {
+    Loops<T> loops = loops_for<T>(p.dim);
+    const int64_t parts = count_parts(p.first[p.destinations]);
+    const int gathered = p.kind == GAT ? 1 : 2;
+    Entry<T> shape(p, 0, gathered);
+    const int64_t map_row = p.edge_features * shape.row;
+    BackwardScratch<T> scratch(shape, to, parts, loops.lanes);
+    if (!scratch.ready) return false;
+    Between<T> all = between_of(shape, to, scratch, loops.lanes);
+    if (all.da) clear(all.da_parts, parts * shape.row);
+    if (all.map_parts) clear(all.map_parts, parts * map_row);
+    for (int64_t x = 0; shape.map && x < map_row; ++x)
+        all.a_map[x] = shape.a[x / (p.edge_features * p.dim) * p.dim + x % p.dim] * shape.map[x];
+    char *threads = scratch.threads.template as<char>(), *slots = scratch.slots.template as<char>();
+    for (int64_t number = 0; number < p.batch; ++number) {
+        Entry<T> in(p, number, gathered);
+        Between<T> between = between_of(in, to, scratch, loops.lanes);
+        make_stats(in, between);
+        BySource<T> sources{in, loops, between, threads, slots};
+        over_parts(sources, to.out_first, p.sources, p.threads, thread_number);
+        ByDestination<T> destinations{in, loops, between, threads, slots};
+        over_parts(destinations, p.first, p.destinations, p.threads, thread_number);
+    }
+    finish_parts(shape, to, all, parts);
+    return true;
+}
+
+}  // namespace
+}  // namespace polyhead

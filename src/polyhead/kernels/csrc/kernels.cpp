@@ -1,0 +1,21 @@
+// Compiled once for each instruction set, which POLYHEAD_SET names.
+#include "forward.hpp"
+#include "gather.hpp"
+#include "gradients.hpp"
+
+#define POLYHEAD_TEXT(x) #x
+#define POLYHEAD_NAME(x) POLYHEAD_TEXT(x)
+
+namespace polyhead {
+namespace POLYHEAD_SET {
+
+extern const Kernels kernels;
+const Kernels kernels = {
+    POLYHEAD_NAME(POLYHEAD_SET),
+    [](const Problem &p, const Result &r) { return p.wide ? forward<double>(p, r) : forward<float>(p, r); },
+    [](const Problem &p, const Gradients &g) { return p.wide ? backward<double>(p, g) : backward<float>(p, g); },
+    [](const GatherSum &g) { return g.wide ? gather_sum<double>(g) : gather_sum<float>(g); },
+};
+
+}  // namespace POLYHEAD_SET
+}  // namespace polyhead

@@ -1,0 +1,258 @@
+// The kernels of every instruction set against plain loops, at odd sizes, with outputs full of NaN beforehand.
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "dispatch.hpp"
+#include "naive.hpp"
+#include "sort.hpp"
+
+using namespace polyhead;
+using naive::Answer;
+using naive::Case;
+using naive::Numbers;
+
+namespace {
+
+std::mt19937 generator(7);
+
+Numbers normal(int64_t count) {
+    std::normal_distribution<float> distribution;
+    Numbers x(count);
+    // numbers that float holds exactly: both precisions are given the same problem
+    for (double &value : x) value = distribution(generator);
+    return x;
+}
+
+struct Graph {
+    const char *name;
+    int64_t sources, destinations;
+    std::vector<int32_t> source, destination;
+};
+
+Graph random_graph(const char *name, int64_t sources, int64_t destinations, int64_t edges) {
+    Graph graph{name, sources, destinations, {}, {}};
+    for (int64_t e = 0; e < edges; ++e) {
+        graph.source.push_back(int32_t(generator() % sources));
+        graph.destination.push_back(int32_t(generator() % destinations));
+    }
+    return graph;
+}
+
+// Half of the edges at one node, which then spans several parts.
+Graph hub(const char *name, bool of_sources) {
+    Graph graph = random_graph(name, 37, 41, 9001);
+    std::vector<int32_t> &ids = of_sources ? graph.source : graph.destination;
+    for (size_t e = 0; e < ids.size(); e += 2) ids[e] = 5;
+    return graph;
+}
+
+struct Sorted {
+    std::vector<int32_t> first, source, edge, out_first, out_place, out_destination;
+};
+
+void fail(const std::string &message) {
+    std::fprintf(stderr, "%s\n", message.c_str());
+    std::exit(1);
+}
+
+Sorted sorted(const Graph &g) {
+    const size_t edges = g.source.size();
+    Sorted s;
+    s.first.resize(g.destinations + 1);
+    s.out_first.resize(g.sources + 1);
+    for (auto *x : {&s.source, &s.edge, &s.out_place, &s.out_destination}) x->resize(edges);
+    int64_t wrong = sort_edges({g.source.data(), g.destination.data(), 1, 1, false, int64_t(edges), g.sources,
+                                g.destinations},
+                               {s.first.data(), s.source.data(), s.edge.data(), s.out_first.data(), s.out_place.data(),
+                                s.out_destination.data()});
+    if (wrong != -1) fail(std::string(g.name) + ": sort refuses edge " + std::to_string(wrong));
+    return s;
+}
+
+void test_sort(const Graph &g) {
+    Sorted s = sorted(g);
+    const std::string where = std::string("sort, ") + g.name;
+    for (int64_t d = 0; d < g.destinations; ++d)
+        for (int32_t at = s.first[d]; at < s.first[d + 1]; ++at) {
+            if (g.destination[s.edge[at]] != d || g.source[s.edge[at]] != s.source[at]) fail(where + ": another edge");
+            if (at > s.first[d] && s.edge[at] <= s.edge[at - 1]) fail(where + ": not stable");
+        }
+    for (int64_t j = 0; j < g.sources; ++j)
+        for (int32_t at = s.out_first[j]; at < s.out_first[j + 1]; ++at) {
+            const int32_t place = s.out_place[at];
+            if (s.source[place] != j || g.destination[s.edge[place]] != s.out_destination[at])
+                fail(where + ": another edge by source");
+            if (at > s.out_first[j] && place <= s.out_place[at - 1]) fail(where + ": not stable by source");
+        }
+}
+
+// Strided 64-bit ids, as of the columns of an (edges, 2) tensor, the third of them out of range.
+void test_sort_refuses() {
+    for (int64_t bad : {int64_t(-1), int64_t(3), int64_t(1) << 40})
+        for (int column : {0, 1}) {
+            std::vector<int64_t> ids = {0, 1, 2, 2, 1, 1, 0, 0};
+            ids[4 + column] = bad;
+            std::vector<int32_t> first(4), source(4), edge(4), out_first(4), place(4), destination(4);
+            int64_t wrong = sort_edges({ids.data(), ids.data() + 1, 2, 2, true, 4, 3, 3},
+                                       {first.data(), source.data(), edge.data(), out_first.data(), place.data(),
+                                        destination.data()});
+            if (wrong != 2) fail("sort takes an id that is out of range");
+        }
+}
+
+template <class T>
+struct Copy {
+    std::vector<T> numbers;
+    explicit Copy(const Numbers &from) : numbers(from.begin(), from.end()) {}
+    const void *pointer() const { return numbers.empty() ? nullptr : numbers.data(); }
+};
+
+template <class T>
+struct Output {
+    std::vector<T> numbers;
+    explicit Output(size_t count) : numbers(count, std::numeric_limits<T>::quiet_NaN()) {}
+    void *pointer() { return numbers.empty() ? nullptr : numbers.data(); }
+
+    void expect(const Numbers &wanted, const std::string &name) const {
+        const double tolerance = sizeof(T) == 4 ? 1e-4 : 1e-11;
+        double scale = 1;
+        for (double x : wanted)
+            if (std::isfinite(x)) scale = std::max(scale, std::fabs(x));
+        for (size_t x = 0; x < wanted.size(); ++x) {
+            const bool same = double(numbers[x]) == wanted[x] || std::fabs(numbers[x] - wanted[x]) <= tolerance * scale;
+            if (!same)
+                fail(name + "[" + std::to_string(x) + "] is " + std::to_string(double(numbers[x])) + ", should be " +
+                     std::to_string(wanted[x]));
+        }
+    }
+};
+
+template <class T>
+void compare(const Kernels &kernels, const Case &c, const Sorted &s, const Answer &wanted, int threads,
+             const std::string &where) {
+    Copy<T> q(c.q), k(c.k), v(c.v), a(c.a), inside(c.inside), features(c.features), map(c.map), weights(c.weights),
+        d_out(c.d_out), d_lse(c.d_lse);
+    Problem p{c.kind, sizeof(T) == 8, c.batch, c.sources, c.destinations, c.heads, c.dim, c.edge_features, q.pointer(),
+              k.pointer(), c.tied ? nullptr : v.pointer(), a.pointer(), inside.pointer(), features.pointer(),
+              map.pointer(), weights.pointer(), s.first.data(), s.source.data(), s.edge.data(), c.factor, c.dropout,
+              c.threshold(), c.seed, threads};
+    Output<T> out(wanted.out.size()), lse(wanted.lse.size());
+    if (!kernels.forward(p, {out.pointer(), lse.pointer()})) fail(where + "no memory");
+    out.expect(wanted.out, where + "out");
+    lse.expect(wanted.lse, where + "lse");
+    Output<T> dq(c.q.size()), dk(c.k.size()), dv(wanted.dv.size()), da(c.a.size()), d_inside(c.inside.size()),
+        d_weights(c.weights.size()), d_features(c.features.size()), d_map(c.map.size());
+    Gradients g{s.out_first.data(), s.out_place.data(), s.out_destination.data(), out.pointer(), lse.pointer(),
+                d_out.pointer(), d_lse.pointer(), dq.pointer(), dk.pointer(), dv.pointer(), da.pointer(),
+                d_inside.pointer(), d_weights.pointer(), d_features.pointer(), d_map.pointer()};
+    if (!kernels.backward(p, g)) fail(where + "no memory");
+    dq.expect(wanted.dq, where + "dq");
+    dk.expect(wanted.dk, where + "dk");
+    dv.expect(wanted.dv, where + "dv");
+    da.expect(wanted.da, where + "da");
+    d_inside.expect(wanted.d_inside, where + "d_inside");
+    d_weights.expect(wanted.d_weights, where + "d_weights");
+    d_features.expect(wanted.d_features, where + "d_features");
+    d_map.expect(wanted.d_map, where + "d_map");
+}
+
+struct Options {
+    int64_t batch = 1;
+    double factor = 0.2, dropout = 0;
+    bool weights = false, inside = false, d_lse = false, tied = false;
+    int64_t features = 0;
+    int threads = 2;
+};
+
+void test_attention(const Graph &g, int kind, int64_t heads, int64_t dim, const Options &o) {
+    Case c{};
+    c.kind = kind, c.batch = o.batch, c.sources = g.sources, c.destinations = g.destinations;
+    c.heads = heads, c.dim = dim, c.source = g.source, c.destination = g.destination;
+    c.factor = o.factor, c.dropout = o.dropout, c.seed = -77, c.tied = o.tied && kind != GAT;
+    const int64_t to = o.batch * g.destinations * heads, from = o.batch * g.sources * heads, edges = c.edges();
+    c.q = normal(kind == GAT ? to : to * dim);
+    c.k = normal(kind == GAT ? from : from * dim);
+    if (!c.tied) c.v = normal(from * dim);
+    if (kind == GATV2) c.a = normal(heads * dim);
+    if (kind == GATV2 && o.features) {
+        c.edge_features = o.features;
+        c.features = normal(edges * o.features);
+        c.map = normal(heads * o.features * dim);
+    }
+    if (kind == GAT && o.inside) c.inside = normal(edges * heads);
+    if (o.weights) c.weights = normal(edges);
+    c.d_out = normal(to * dim);
+    if (o.d_lse) c.d_lse = normal(to);
+    Answer wanted;
+    naive::forward(c, wanted);
+    naive::backward(c, wanted);
+    Sorted s = sorted(g);
+    for (const Kernels *kernels : instruction_sets()) {
+        const std::string where = std::string(kernels->name) + ", " + g.name + ", kind " + std::to_string(kind) + ", " +
+                                  std::to_string(heads) + " heads of " + std::to_string(dim) + ": ";
+        compare<double>(*kernels, c, s, wanted, o.threads, "double, " + where);
+        compare<float>(*kernels, c, s, wanted, o.threads, "float, " + where);
+    }
+}
+
+template <class T>
+void test_gather_sum(const Graph &g, int64_t width) {
+    Sorted s = sorted(g);
+    Numbers rows = normal(g.sources * width), wanted(g.destinations * width, 0);
+    for (size_t e = 0; e < g.source.size(); ++e)
+        for (int64_t x = 0; x < width; ++x) wanted[g.destination[e] * width + x] += rows[g.source[e] * width + x];
+    Copy<T> v(rows);
+    for (const Kernels *kernels : instruction_sets()) {
+        Output<T> out(wanted.size());
+        if (!kernels->gather_sum({sizeof(T) == 8, g.destinations, width, v.pointer(), s.first.data(), s.source.data(),
+                                  out.pointer(), 2}))
+            fail("no memory");
+        out.expect(wanted, std::string(kernels->name) + ", " + g.name + ", gather_sum");
+    }
+}
+
+std::vector<Options> options() {
+    std::vector<Options> all(6);
+    all[1].batch = 2, all[1].dropout = 0.3, all[1].factor = 1.7, all[1].threads = 1;
+    all[2].weights = all[2].tied = true, all[2].factor = -0.3;
+    all[3].inside = all[3].d_lse = true, all[3].features = 5;
+    all[4].inside = all[4].d_lse = all[4].weights = all[4].tied = true;
+    all[4].batch = 2, all[4].features = 3, all[4].dropout = 0.5, all[4].threads = 3;
+    all[5].tied = true, all[5].factor = 0;
+    return all;
+}
+
+}  // namespace
+
+int main() {
+    const std::vector<Graph> graphs = {
+        {"no nodes", 0, 0, {}, {}},
+        {"no edges", 5, 3, {}, {}},
+        random_graph("small", 11, 7, 61),
+        random_graph("sparse", 301, 211, 307),
+        hub("a hub of destinations", false),
+        hub("a hub of sources", true),
+        random_graph("one node", 1, 1, 5003),
+    };
+    test_sort_refuses();
+    for (const Graph &graph : graphs) {
+        test_sort(graph);
+        test_gather_sum<float>(graph, 72);
+        test_gather_sum<double>(graph, 16);
+        const bool large = graph.source.size() > 1000;
+        for (int kind : {GAT, GATV2, DOT}) {
+            for (const Options &o : options()) test_attention(graph, kind, 3, large ? 8 : 16, o);
+            if (large) continue;
+            for (int64_t dim : {8, 16, 24, 32, 64, 72})
+                for (int64_t heads : {1, 3, 8}) test_attention(graph, kind, heads, dim, {});
+        }
+    }
+    std::printf("every kernel agrees with the plain loops:");
+    for (const Kernels *kernels : instruction_sets()) std::printf(" %s", kernels->name);
+    std::printf("\n");
+    return 0;
+}
