@@ -21,7 +21,7 @@ from benchmarks.tables import TABLES, chosen
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run what is asked for; 1 where a case has failed."""
+    """Run what is asked for and can run here; 1 where a case has failed, or none can."""
     parser = _parser()
     arguments = parser.parse_args(argv)
     try:
@@ -30,6 +30,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(str(error))
     if arguments.json is not None and not arguments.json.parent.is_dir():
         parser.error(f"--json: there is no folder {arguments.json.parent}")
+    cases = _present(cases)
+    if not cases:
+        print("error: none of these cases can run here", file=sys.stderr)
+        return 1
     use_two_threads()
     print(_header(), flush=True)
     lines = run(cases, arguments.repeats)
@@ -40,6 +44,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.json is not None:
         write(arguments.json, lines)
     return 0
+
+
+def _present(cases: Sequence[Case]) -> list[Case]:
+    """The cases that have what they need. Why the others are left out is told on stderr, once a reason."""
+    left_out: dict[str, list[str]] = {}
+    present = []
+    for case in cases:
+        reason = case.lacks()
+        if reason is None:
+            present.append(case)
+        else:
+            left_out.setdefault(reason, []).append(case.name)
+    for reason, names in left_out.items():
+        print(f"LEFT OUT: {', '.join(names)}\n  {reason}", file=sys.stderr, flush=True)
+    return present
 
 
 def run(cases: Sequence[Case], repeats: int | None) -> list[Line]:

@@ -35,14 +35,23 @@ class Side:
 
 @dataclass(frozen=True)
 class Sides:
-    """The implementations of one case. Of several floors the fastest counts."""
+    """The implementations of one case. Of several floors and bounds the fastest counts."""
 
     ours: Side
     peer: Side
     floors: tuple[Side, ...] = ()
+    bounds: tuple[Forward, ...] = ()
+    """Floors that do a part of the work only: they are timed, and there is nothing to compare."""
 
     def all(self) -> tuple[Side, ...]:
         return self.ours, self.peer, *self.floors
+
+    def timed(self) -> tuple[Forward, ...]:
+        return *(side.run for side in self.all()), *self.bounds
+
+
+def nothing() -> None:
+    """Nothing is lacking: the case runs anywhere."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +64,8 @@ class Case:
     setup: Callable[[], Sides] = field(repr=False)
     """Makes weights and inputs, the same each time."""
     tolerance: float = 1e-4
+    lacks: Callable[[], str | None] = field(default=nothing, repr=False)
+    """What it needs and does not find here: it is then left out."""
 
 
 def whole(out: Tensor) -> Tensor:

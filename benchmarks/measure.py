@@ -44,7 +44,7 @@ def measured(case: Case, repeats: int | None = None) -> Line:
     """All of a case, or a `CaseError`."""
     sides = case.setup()
     difference = largest_difference(sides, case.tolerance)
-    ours, peer, *floors = interleaved([side.run for side in sides.all()], repeats)
+    ours, peer, *floors = interleaved(sides.timed(), repeats)
     return Line(
         case=case.name,
         ours_ms=1e3 * median(ours),

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.case import Case, CaseError, Forward
-from polyhead import Window, attend
+from polyhead import GATv2, Graph, Window, attend
 
 _ROOT = Path(__file__).resolve().parent.parent
 _STATUS = Path("/proc/self/status")
@@ -65,6 +65,8 @@ def _warm_up() -> None:
     x = torch.randn(1, 2, 256, 64, requires_grad=True)
     F.scaled_dot_product_attention(F.linear(x, x[0, 0, :64]), x, x).square().mean().backward()
     attend(x, x, x, over=Window(1)).square().mean().backward()
+    loops = Graph(torch.arange(256).expand(2, -1))
+    attend(x, x, x, over=loops, score=GATv2(2, 64)).square().mean().backward()
 
 
 def _main(name: str, side: str) -> None:

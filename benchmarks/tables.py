@@ -1,11 +1,16 @@
-"""The tables, by name: one file a table."""
+"""The tables, by name."""
 
 from __future__ import annotations
 
-from benchmarks import dense
+from benchmarks import dense, graph, graph_parts
 from benchmarks.case import Case
 
-TABLES: dict[str, tuple[Case, ...]] = {"dense": dense.CASES}
+TABLES: dict[str, tuple[Case, ...]] = {
+    "dense": dense.CASES,
+    "graph": graph.CASES,
+    "graph-compiled": graph.COMPILED,
+    "graph-parts": graph_parts.CASES,
+}
 
 
 def chosen(names: list[str]) -> list[Case]:

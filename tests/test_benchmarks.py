@@ -8,17 +8,19 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks import measure, tables
+from benchmarks import graph, graph_parts, graphs, measure, tables
 from benchmarks.__main__ import main, write
 from benchmarks.case import Case, CaseError, Sides, grad, inference, training
 from benchmarks.measure import Line, interleaved, largest_difference
-from benchmarks.memory import peak_mb
+from benchmarks.memory import peak_in_child, peak_mb
+from polyhead import Graph
 
 ROOT = Path(__file__).resolve().parent.parent
 KEYS = ["case", "ours_ms", "peer", "peer_ms", "ratio", "floor_ms", "ours_peak_mb", "peer_peak_mb", "max_abs_diff"]
@@ -89,6 +91,38 @@ def test_a_floor_is_compared_too() -> None:
     sides = Sides(good, good, (good, bad))
     with pytest.raises(CaseError, match="differs by 1"):
         largest_difference(sides, 1e-3)
+
+
+def test_a_bound_is_timed_and_not_compared(monkeypatch: pytest.MonkeyPatch, no_children: None) -> None:
+    zeros = inference(lambda: torch.zeros(3))
+    sides = Sides(zeros, zeros, bounds=(lambda: torch.ones(2),))
+    assert largest_difference(sides, 1e-3) == 0
+    monkeypatch.setattr(measure, "interleaved", lambda runs, repeats: [[float(i)] for i, _ in enumerate(runs, 1)])
+    assert measure.measured(Case("a", "b", lambda: sides)).floor_ms == 3000.0
+
+
+def test_a_case_that_lacks_something_is_left_out_loudly(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, no_children: None
+) -> None:
+    same = lambda: fixed(torch.zeros(3))
+    monkeypatch.setitem(
+        tables.TABLES,
+        "made-up",
+        (
+            Case("a-case", "zeros", same),
+            Case("moon-case", "zeros", same, lacks=lambda: "there is no moon"),
+            Case("tide-case", "zeros", same, lacks=lambda: "there is no moon"),
+        ),
+    )
+    file = tmp_path / "lines.json"
+    assert main(["made-up", "--repeats", "1", "--json", str(file)]) == 0
+    said = capsys.readouterr()
+    assert said.err == "LEFT OUT: moon-case, tide-case\n  there is no moon\n"
+    assert [line["case"] for line in json.loads(file.read_text())] == ["a-case"]
+    assert main(["moon-case"]) == 1
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.endswith("error: none of these cases can run here\n")
 
 
 def test_equal_gradients_pass() -> None:
@@ -183,3 +217,152 @@ def test_a_real_case_from_end_to_end(tmp_path: Path) -> None:
     assert line["case"] == "layer-inference-2x10x512x8"
     assert line["max_abs_diff"] < 1e-5
     assert all(line[key] > 0 for key in ("ours_ms", "peer_ms", "floor_ms", "ratio"))
+
+
+TINY = (graphs.random_graph(29, 211, 3, 8), graphs.hub_graph(31, 127, 8, 16), graphs.random_graph(13, 29, 1, 8))
+
+
+@pytest.fixture
+def kernels() -> None:
+    reason = graphs.no_kernels()
+    if reason is not None:
+        pytest.skip(reason)
+
+
+@pytest.fixture
+def pyg(kernels: None) -> None:
+    reason = graph.no_pyg()
+    if reason is not None:
+        pytest.skip(reason)
+
+
+@pytest.fixture
+def data(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """The data sets' files in small: 11 nodes of 13 words, the last without any, and no self-loops."""
+    random = np.random.default_rng(0)
+    words = random.random((11, 13)) < 0.3
+    words[10] = False
+    source = random.integers(11, size=37)
+    edge_index = np.stack((source, (source + random.integers(1, 11, size=37)) % 11))
+    np.savez(
+        tmp_path / "cora.npz",
+        edge_index=edge_index,
+        features_data=np.ones(words.sum(), np.float32),
+        features_indices=words.nonzero()[1].astype(np.int32),
+        features_indptr=np.concatenate(([0], words.sum(1).cumsum())),
+        features_shape=np.array(words.shape),
+    )
+    np.savez(tmp_path / "amazon-computers.npz", edge_index=edge_index.astype(np.int32), nodes=np.array(11))
+    monkeypatch.setenv(graphs.FOLDER, str(tmp_path))
+    return tmp_path
+
+
+@pytest.mark.parametrize("workload", TINY, ids=lambda workload: workload.name)
+@pytest.mark.parametrize("kind", graph.KINDS, ids=lambda kind: kind.score)
+def test_tiny_graphs_are_equal(
+    kind: graph.Kind, workload: graphs.Workload, pyg: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = [graph.case(kind, workload, train) for train in (False, True)]
+    made.append(graph.case_of_new_graphs(kind, workload))
+    # torch's compiler takes a minute
+    monkeypatch.setattr(torch, "compile", lambda conv: conv)
+    made.append(graph.case(kind, workload, True, compiled=True))
+    for case in made:
+        sides = case.setup()
+        assert largest_difference(sides, case.tolerance) < 1e-5
+        assert len(sides.bounds) == ("inference" in case.name)
+        assert all(bound().shape == (len(workload.make().x), workload.heads * workload.dim) for bound in sides.bounds)
+
+
+@pytest.mark.parametrize("train", [False, True])
+@pytest.mark.parametrize("kind", graph.KINDS, ids=lambda kind: kind.score)
+def test_another_weight_is_noticed(kind: graph.Kind, train: bool, pyg: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = graph.pyg_layer
+
+    def changed(*args: object) -> object:
+        conv = made(*args)  # type: ignore[arg-type]
+        with torch.no_grad():
+            (conv.att if kind is graph.GATV2 else conv.att_dst)[0, 0, 0] += 0.1
+        return conv
+
+    monkeypatch.setattr(graph, "pyg_layer", changed)
+    with pytest.raises(CaseError, match="the output differs by"):
+        largest_difference(graph.against_pyg(kind, TINY[0], train), graph.TOLERANCE)
+
+
+def test_what_is_not_the_kernel_is_not_timed(monkeypatch: pytest.MonkeyPatch, kernels: None) -> None:
+    monkeypatch.setattr("polyhead.kernels.native.Native.refuses", lambda self, call: "it is Sunday")
+    with pytest.raises(CaseError, match=r"does not run in C\+\+ but as (?!native)(?s:.)*not native: it is Sunday"):
+        graph_parts.layer_and_its_functions(graph.GATV2, TINY[0])
+
+
+def test_tiny_parts_are_equal(kernels: None) -> None:
+    made = [graph_parts.layer_and_its_functions(kind, workload) for kind in graph.KINDS for workload in TINY]
+    made += [graph_parts.attention_and_its_tenth(edges) for edges in (5_000, 25_000)]
+    made += [graph_parts.threads(TINY[0], part) for part in ("attention", "floor")]
+    for sides in made:
+        assert largest_difference(sides, graph.TOLERANCE) < 1e-6
+        assert all(bound().isfinite().all() for bound in sides.bounds)
+    assert largest_difference(graph_parts.sorting(31, 127), 0.5) == 0
+
+
+def test_the_floor_sums_the_sources_rows(kernels: None) -> None:
+    for workload in TINY:
+        edge_index, x = workload.make()
+        source, destination = edge_index
+        wanted = torch.zeros_like(x).index_add(0, destination, x[source])
+        torch.testing.assert_close(graphs.gather_sum(Graph(edge_index, len(x)), x), wanted, atol=1e-5, rtol=1e-5)
+
+
+def test_one_thread_is_one_thread() -> None:
+    before = torch.get_num_threads()
+    assert graph_parts._alone(lambda: torch.tensor(torch.get_num_threads())) == 1
+    assert torch.get_num_threads() == before
+
+
+def test_a_hub_is_joined_to_every_other_node() -> None:
+    torch.manual_seed(0)
+    source, destination = graphs.drawn_with_hub(17, 101)
+    assert source.shape == (101,)
+    others = set(range(1, 17))
+    assert others <= set(destination[source == 0].tolist())
+    assert others <= set(source[destination == 0].tolist())
+
+
+def test_real_graphs_come_from_their_folder(data: Path) -> None:
+    assert graphs.CORA.lacks() is None
+    assert graphs.AMAZON_COMPUTERS.lacks() is None
+    edge_index, x = graphs.CORA.make()
+    assert edge_index.shape == (2, 37 + 11)
+    torch.testing.assert_close(x.sum(1), torch.tensor([1.0] * 10 + [0.0]))
+    edge_index, x = graphs.AMAZON_COMPUTERS.make()
+    assert (edge_index.dtype, x.shape) == (torch.int64, (11, graphs.FEATURES))
+    assert (edge_index[0] == edge_index[1]).sum() == 11
+
+
+def test_an_absent_data_set_is_told(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (data / "cora.npz").unlink()
+    assert str(graphs.CORA.lacks()).startswith(f"{data / 'cora.npz'} is not there: POLYHEAD_DATA must name the folder")
+    monkeypatch.delenv(graphs.FOLDER)
+    assert str(graphs.CORA.lacks()).startswith("POLYHEAD_DATA is not set: ")
+    assert "amazon-computers.npz" in str(graphs.AMAZON_COMPUTERS.lacks())
+
+
+def test_a_missing_library_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    (case, *_) = tables.TABLES["graph"]
+    monkeypatch.setitem(sys.modules, "torch_geometric", None)
+    monkeypatch.setattr(graphs, "native", object())
+    assert case.lacks() == "PyG is not installed, and it is the peer: pip install torch_geometric"
+    monkeypatch.setattr(graphs, "native", None)
+    assert case.lacks() == "polyhead was installed without a compiler, so there are no C++ kernels to time"
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    assert graph.no_compiler() == "torch.compile needs a C++ compiler, and there is none"
+
+
+def test_a_graph_case_from_end_to_end(tmp_path: Path, data: Path, pyg: None, no_children: None) -> None:
+    file = tmp_path / "lines.json"
+    case = graph.case(graph.GATV2, graphs.CORA, train=True)
+    assert main([case.name, "--repeats", "1", "--json", str(file)]) == 0
+    (line,) = json.loads(file.read_text())
+    assert (line["case"], line["peer"]) == ("gatv2-training-cora-8x8", "GATv2Conv, edges sorted")
+    assert 0 < peak_in_child(case, "peer") < 50
