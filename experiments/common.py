@@ -1,0 +1,184 @@
+"""What the experiments share: data, progress, tables, and files that are written whole or not at all."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from matplotlib.figure import Figure
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from torch import Tensor
+
+PICTURES = Path(__file__).resolve().parent.parent / "docs" / "experiments"
+# one colour an arm, the same in every picture; told apart by colour-blind readers too (Okabe and Ito)
+BLUE, ORANGE, GREEN, GREY = "#0072B2", "#D55E00", "#009E73", "#7F7F7F"
+
+
+class DataError(Exception):
+    """A file of data is missing, or is not what it should be; the message says what to do."""
+
+
+class Citations(NamedTuple):
+    """A citation graph with the public split of Planetoid (Yang 2016)."""
+
+    features: Tensor
+    """Sparse (nodes, words); every row that is not empty sums to one."""
+    edge_index: Tensor
+    """(2, edges), both directions, without self-loops."""
+    labels: Tensor
+    """(nodes,); −1 where there is none."""
+    train: Tensor
+    valid: Tensor
+    test: Tensor
+
+    @property
+    def classes(self) -> int:
+        return int(self.labels.max()) + 1
+
+
+def planetoid(folder: Path, name: str) -> Citations:
+    """Read `folder/name.npz`: CSR features, `edge_index`, `labels`, and the node numbers `train`, `valid` and `test`."""
+    file = folder / f"{name}.npz"
+    try:
+        with np.load(file, allow_pickle=False) as arrays:
+            a = {key: arrays[key] for key in arrays.files}
+        count = np.diff(a["features_indptr"])
+        rows = np.repeat(np.arange(len(count)), count)
+        sums = np.bincount(rows, a["features_data"], len(count))
+        # an empty row, of which Citeseer has 15, stays empty
+        values = (a["features_data"] / sums[rows]).astype(np.float32)
+        at = torch.from_numpy(np.stack((rows, a["features_indices"].astype(np.int64))))
+        features = torch.sparse_coo_tensor(
+            at, torch.from_numpy(values), tuple(int(n) for n in a["features_shape"]), check_invariants=True
+        ).coalesce()
+        whole = [
+            torch.from_numpy(a[key].astype(np.int64)) for key in ("edge_index", "labels", "train", "valid", "test")
+        ]
+        return Citations(features, *whole)
+    except FileNotFoundError:
+        reason = f"there is no {file}"
+    except (KeyError, ValueError, OSError) as error:
+        reason = f"{file} cannot be read: {error}"
+    raise DataError(
+        f"{reason}\nIt should hold {name} of https://github.com/kimiyoung/planetoid (data/ind.{name}.*) as one .npz with "
+        "features_data, features_indices, features_indptr, features_shape (CSR), edge_index (2 x edges, both directions), "
+        "labels, train, valid, test. Pass the folder it is in as --data."
+    )
+
+
+def run(main: Callable[[], None]) -> int:
+    """Call it; an error of the user's becomes a message and exit code 1, and so does Ctrl-C."""
+    try:
+        main()
+    except (DataError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        return 1
+    return 0
+
+
+def write_whole(file: Path, content: bytes) -> None:
+    """Write a file, or leave it as it was."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.")
+    try:
+        with os.fdopen(handle, "wb") as stream:
+            stream.write(content)
+        # mkstemp lets nobody else read
+        Path(temporary).chmod(0o644)
+        Path(temporary).replace(file)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def write_picture(file: Path, figure: Figure) -> None:
+    """The figure as a file of the kind that its name ends in."""
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format=file.suffix.lstrip(".") or "png", dpi=150)
+    write_whole(file, buffer.getvalue())
+    print(f"picture: {file}")
+
+
+def write_json(file: Path | None, results: Any) -> None:
+    """The results as JSON, where a file is asked for."""
+    if file is not None:
+        write_whole(file, (json.dumps(results, indent=1) + "\n").encode())
+
+
+def append_line(file: Path, result: dict[str, Any]) -> None:
+    """Add one line of JSON in a single write, so that runs side by side do not mix theirs."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    torn = file.exists() and file.stat().st_size > 0 and not file.read_bytes().endswith(b"\n")
+    line = ("\n" if torn else "") + json.dumps(result) + "\n"
+    handle = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    try:
+        os.write(handle, line.encode())
+    finally:
+        os.close(handle)
+
+
+def read_lines(file: Path) -> list[dict[str, Any]]:
+    """The lines of JSON in a file; one that a killed run left unfinished is passed over."""
+    lines = []
+    for text in file.read_text().splitlines() if file.exists() else ():
+        try:
+            lines.append(json.loads(text))
+        except json.JSONDecodeError:
+            continue
+    return lines
+
+
+def resumed(
+    file: Path, wanted: Sequence[dict[str, Any]], measure: Callable[[dict[str, Any], Progress], dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """What is wanted, each with what was measured for it: as found in the file, or measured now and added to the file.
+
+    A line of the file counts only if all fields agree, so that settings that have changed are measured anew.
+    """
+    found = {json.dumps(line.get("wanted"), sort_keys=True): line for line in read_lines(file)}
+    lines = []
+    with progress() as bar:
+        task = bar.add_task("", total=len(wanted))
+        for one in wanted:
+            key = json.dumps(one, sort_keys=True)
+            if key not in found:
+                bar.update(task, description=", ".join(str(x) for x in one.values() if isinstance(x, (str, int))))
+                began = time.perf_counter()
+                answer = measure(one, bar)
+                found[key] = {"wanted": one, **answer, "seconds": round(time.perf_counter() - began, 1)}
+                append_line(file, found[key])
+            lines.append(one | {name: value for name, value in found[key].items() if name != "wanted"})
+            bar.advance(task)
+    return lines
+
+
+def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """A table on the terminal, numbers to the right; of full width where the output is a file."""
+    table = Table(title=title, title_justify="left", title_style="bold")
+    for place, column in enumerate(columns):
+        table.add_column(column, justify="right" if place else "left", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
+    Console(width=None if sys.stdout.isatty() else 160).print(table)
+
+
+def progress() -> Progress:
+    """A bar on standard error: `with progress() as bar`, then `bar.add_task`, `bar.update`."""
+    return Progress(
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+        console=Console(stderr=True), transient=True,
+    )  # fmt: skip
