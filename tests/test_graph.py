@@ -291,3 +291,20 @@ def test_degrees_of_zero_and_other_devices():
 def test_edges_given_as_a_mask():
     with pytest.raises(ValueError, match=r"Edges go to Graph\(edge_index\)"):
         MultiHeadAttention(6, num_heads=2)(torch.randn(3, 6), over=PAIRS)
+
+
+def test_a_filter_of_another_size():
+    with pytest.raises(ValueError, match="Graph: it has 3 nodes, but there are 10"):
+        Graph(torch.tensor([[4], [0]]), 10) & Graph(torch.tensor([[1], [1]]), 3)
+    with pytest.raises(ValueError, match="keep covers 7 keys, but there are 3"):
+        Graph(torch.zeros(2, 0), 3) & Padding(torch.ones(7, dtype=torch.bool))
+    assert (Graph(torch.zeros(2, 0), 3) & Causal()).edge_ids.tolist() == []
+
+
+def test_gradients_of_normalised_weights():
+    weights = torch.tensor([0.0, 1.0], requires_grad=True)
+    graph = Graph(torch.tensor([[0, 1], [0, 1]]), 2, weights=weights).normalised()
+    (slope,) = torch.autograd.grad(graph.weights.sum(), weights)
+    assert slope.isfinite().all()
+    with pytest.raises(ValueError, match="some nodes have a negative degree"):
+        Graph(torch.tensor([[0], [0]]), 1, weights=torch.tensor([-1.0])).normalised()

@@ -150,3 +150,22 @@ def test_ranking():
     assert dynamic.select(heads=[1]).agreement().shape == (1,)
     with pytest.raises(ValueError, match="at least two are compared"):
         dynamic.agreement(1)
+
+
+def test_replaced_and_learned_weights_of_edges():
+    graph = Graph(torch.tensor([[0, 1], [1, 0]]), 2, weights=torch.ones(2, requires_grad=True))
+    layer = MultiHeadAttention(6, num_heads=2, score="gat").requires_grad_(False)
+    _, heads = layer(torch.randn(2, 6), over=graph)
+    assert heads.requires_grad
+    assert heads.weights.requires_grad
+    graph.weights = torch.full((2,), 7.0)
+    with pytest.raises(ValueError, match="stale: over changed"):
+        _ = heads.weights
+
+
+def test_negative_weights_of_edges_have_an_entropy():
+    graph = Graph(torch.tensor([[0, 1, 0], [0, 0, 1]]), 2, weights=torch.tensor([-1.0, -1.0, 1.0]))
+    _, heads = MultiHeadAttention(6, num_heads=2, score="gat")(torch.zeros(2, 6), over=graph)
+    torch.testing.assert_close(
+        heads.entropy(), torch.tensor([[0.5, 0.5]]).new_tensor([[0.6931, 0.0]] * 2), atol=1e-4, rtol=0
+    )

@@ -9,16 +9,18 @@ import torch
 from torch.utils import _pytree as pytree
 
 
-def _load() -> Any:
-    """The C++ kernels, or None where the package was installed without a compiler."""
+def _load() -> tuple[Any, str | None]:
+    """The C++ kernels, or None and the reason."""
     try:
         # after torch, whose OpenMP threads it shares
-        return importlib.import_module("polyhead._native")
-    except ImportError:
-        return None
+        return importlib.import_module("polyhead._native"), None
+    except ModuleNotFoundError:
+        return None, "polyhead was installed without a compiler that could build them"
+    except ImportError as error:
+        return None, f"they cannot be loaded: {error}"
 
 
-native = _load()
+native, missing = _load()
 
 
 def under_transform() -> bool:

@@ -149,6 +149,10 @@ def assemble(
     call = Call(q, k, v, over, score, table, bias, sink, dropout, seed)
     if type(over) is not Dense:
         over.check(call.sizes)
+        if isinstance(over, Graph) and over.order.edge.device != q.device:
+            raise ValueError(
+                f"Graph: it is on {over.order.edge.device}, but q is on {q.device}; pass graph.to(q.device)"
+            )
     return call
 
 

@@ -175,7 +175,7 @@ class Heads:
         """How alike queries rank the keys, in each head: 1 is one ranking for all, *static* attention (Brody 2021).
 
         Spearman's correlation of the scores of all keys, whoever may attend to them, averaged over pairs of queries: of all,
-        or of as many as `queries`, evenly apart.
+        or of as many as `queries`, evenly apart. Features of edges do not count: most pairs have none.
         """
         call = self._fresh().call
         number = call.sizes.queries
@@ -187,8 +187,7 @@ class Heads:
 
     def _ask(self, question: str, *about: Any) -> Any:
         """The answer to a question about the weights, by pairs or by edges."""
-        part = self._fresh()
-        return getattr(edge_metrics if isinstance(part, EdgePart) else metrics, question)(part, *about)
+        return _answer(self._fresh(), question, *about)
 
     # pictures
 
@@ -224,7 +223,7 @@ class Heads:
             raise ValueError(f"batch: it is {batch}; there are {lead.numel()} rows")
         at = torch.unravel_index(torch.tensor(batch), lead) if lead else ()
         part = _narrowed(self._fresh(), [_slice(int(i), n) for i, n in zip(at, lead, strict=True)])
-        maps = self._with(part)._ask("heatmap", size).detach()
+        maps = _answer(part, "heatmap", size).detach()
         return maps.reshape(maps.shape[-3:])
 
     # lasting copies
@@ -321,7 +320,7 @@ class Heads:
     @property
     def requires_grad(self) -> bool:
         call = self._part.call
-        learned = (call.q, call.k, call.table, call.bias, call.sink, *call.score.learned())
+        learned = (call.q, call.k, call.table, call.bias, call.sink, *call.score.learned(), *call.over.leaves())
         return any(x is not None and x.requires_grad for x in learned)
 
     def numel(self) -> int:
@@ -369,6 +368,10 @@ for _name in (
     ["add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "matmul", "rmatmul", "pow", "neg", "abs", "eq", "ne", "lt", "le", "gt", "ge"]
 ):  # fmt: skip
     setattr(Heads, f"__{_name}__", _as_tensor(f"__{_name}__"))
+
+
+def _answer(part: AnyPart, question: str, *about: Any) -> Any:
+    return getattr(edge_metrics if isinstance(part, EdgePart) else metrics, question)(part, *about)
 
 
 def _narrowed(part: AnyPart, rows: list[slice]) -> AnyPart:
@@ -439,9 +442,9 @@ def _versions(call: Call, origin: Origin, cache: Any) -> tuple[object, ...]:
     )
 
 
-def _version(x: Tensor | None) -> int | None:
+def _version(x: Tensor | None) -> tuple[int, int] | None:
     # tensors made under torch.inference_mode() are not counted
-    return None if x is None or x.is_inference() else x._version
+    return None if x is None or x.is_inference() else (id(x), x._version)
 
 
 def _flatten(heads: Heads) -> tuple[list[Any], Any]:

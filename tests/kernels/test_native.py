@@ -1,10 +1,12 @@
 """The C++ kernels: torch's rules for operators, gradients by finite differences, every instruction set, any number of threads."""
 
+import copy
 import threading
 import time
 
 import pytest
 import torch
+from torch.utils import _pytree as pytree
 
 import polyhead
 from polyhead import GAT, Dot, GATv2, Graph, MultiHeadAttention, attend
@@ -249,3 +251,66 @@ def test_second_derivatives_are_refused_rather_than_zero():
                 slope.square().sum().backward()
         else:
             assert torch.autograd.grad(slope.square().sum(), q)[0].abs().sum() > 0
+
+
+@pytest.mark.parametrize("rich", [False, True])
+@pytest.mark.parametrize("score", SCORES)
+def test_under_autocast(score, rich):
+    """Large enough that a wrong width of numbers would not pass by luck."""
+    features = torch.randn(20_000, 3) if rich and score != "dot" else None
+    graph = Graph(pairs(2_000, 2_000, 20_000), 2_000, features)
+    layer = MultiHeadAttention(16, num_heads=4, score=SCORES[score](4, 4, None if features is None else 3))
+    x = torch.randn(2_000, 16)
+    wanted = layer(x, over=graph)[0]
+    with torch.autocast("cpu", torch.bfloat16):
+        out = layer(x, over=graph)[0]
+        out.float().square().sum().backward()
+    torch.testing.assert_close(out.float(), wanted, atol=0.05, rtol=0.05)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda g: pytree.tree_map(lambda x: x.double(), g),
+        lambda g: pytree.tree_map(lambda x: x.long(), g),
+        lambda g: _with(g, order=g.order._replace(source=g.order.source[:1])),
+        lambda g: _with(g, order=g.order._replace(first=g.order.first[:-1])),
+        lambda g: _with(g, weights=torch.rand(1)),
+        lambda g: _with(g, weights=torch.rand(2_000, device="meta")),
+        lambda g: g.to("meta"),
+    ],
+)
+def test_a_graph_that_was_tampered_with_is_refused(change):
+    graph = change(Graph(pairs(100, 100, 2_000), 100))
+    q = torch.randn(2, 100, 8)
+    with pytest.raises((ValueError, RuntimeError)):
+        attend(q, q, q, over=graph, score=GATv2(2, 8), kernel="native")
+
+
+def _with(graph, **attributes):
+    graph = copy.copy(graph)
+    graph.__dict__.update(attributes)
+    return graph
+
+
+def test_saved_and_loaded_programs_take_a_graph(tmp_path):
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = MultiHeadAttention(6, num_heads=2, score="gatv2")
+
+        def forward(self, x, graph):
+            return self.layer(x, over=graph)[0]
+
+    model, x, graph = Model(), torch.randn(9, 6), Graph(pairs(9, 9, 40), 9)
+    program = torch.export.export(model, (x, graph))
+    torch.export.save(program, tmp_path / "model.pt2")
+    torch.testing.assert_close(torch.export.load(tmp_path / "model.pt2").module()(x, graph), model(x, graph))
+
+
+def test_a_graph_made_in_inference_mode_is_good_for_training():
+    with torch.inference_mode():
+        graph = Graph(pairs(9, 9, 40), 9)
+    layer = MultiHeadAttention(6, num_heads=2, score="gatv2")
+    layer(torch.randn(9, 6), over=graph)[0].sum().backward()
+    assert layer.k_proj.weight.grad is not None

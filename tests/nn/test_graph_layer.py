@@ -1,12 +1,14 @@
 """The layer on graphs: ties between projections, biases, residuals, the paper's dropouts, sparse inputs."""
 
 import copy
+import gc
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 from polyhead import GAT, Causal, Dense, Dot, GATv2, Graph, Mask, MultiHeadAttention, Padding, Score
+from polyhead.nn import inputs
 from polyhead.nn.inputs import thinned
 
 PAIRS = torch.tensor([[0, 1, 2, 2, 0, 4, 3], [1, 0, 0, 1, 0, 3, 4]])
@@ -218,13 +220,41 @@ def test_inputs_are_dropped_in_padded_batches_too():
     x = torch.randn(8, 512, 64)
     out, again = (layer(x, over=Padding([100] * 8))[0] for _ in range(2))
     assert not torch.allclose(out, again)
-    with pytest.raises(ValueError, match=r"input_dropout=0.5 needs a W_V"):
+    with pytest.raises(ValueError, match="input_dropout and value_dropout act around W_V"):
         layer.merged()
 
 
 def test_sparse_inputs_have_no_batch():
-    with pytest.raises(ValueError, match=r"a sparse input of shape \(2, 6, 6\); it must be \(items, features\)"):
+    with pytest.raises(ValueError, match=r"the shape is \(2, 6, 6\); it must be \(items, features\)"):
         MultiHeadAttention(6, num_heads=2, score="gat")(torch.randn(2, 6, 6).to_sparse(), over=GRAPH)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse:UserWarning")
+@pytest.mark.parametrize("make", [torch.Tensor.to_sparse_coo, torch.Tensor.to_sparse_csr])
+def test_sparse_inputs_that_change_and_go(make):
+    layer, x = MultiHeadAttention(20, num_heads=2, head_dim=3, score="gatv2", combine="concat"), make(_sparse(6, 20))
+    layer(x, over=GRAPH)
+    x.mul_(3)
+    torch.testing.assert_close(layer(x, over=GRAPH)[0], layer(x.to_dense(), over=GRAPH)[0])
+    before = len(inputs._known)
+    del x
+    gc.collect()
+    assert len(inputs._known) == before - 1
+
+
+@pytest.mark.filterwarnings("ignore:Sparse:UserWarning")
+def test_sparse_inputs_under_autocast():
+    layer, x = MultiHeadAttention(20, num_heads=2, head_dim=3, score="gatv2", combine="concat"), _sparse(6, 20)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = layer(x.to_sparse(), over=GRAPH)[0]
+        out.float().sum().backward()
+    torch.testing.assert_close(out.float(), layer(x, over=GRAPH)[0], atol=0.05, rtol=0.05)
+
+
+@pytest.mark.parametrize("options", [{"input_dropout": 0.9999999}, {"value_dropout": 0.999993}])
+def test_shares_next_to_one(options):
+    layer = MultiHeadAttention(6, num_heads=2, score="gat", **options)
+    assert layer(torch.randn(6, 6), over=GRAPH)[0].isfinite().all()
 
 
 def test_there_is_no_w_v_to_fold():

@@ -10,7 +10,7 @@ import numpy
 import torch
 
 import polyhead
-from polyhead._torch import native
+from polyhead._torch import missing, native
 
 # What else the package works with, where it is installed.
 _OPTIONAL = ("matplotlib", "torch_geometric")
@@ -45,8 +45,8 @@ def facts() -> dict[str, str]:
 def _kernels() -> dict[str, str]:
     if native is None:
         return {
-            "C++ kernels": "no: installed without a compiler. Graphs take the portable path, which is slower; "
-            "to have them, install a C++ compiler, then polyhead again"
+            "C++ kernels": f"no ({missing}). Graphs take the portable path, which is slower; to have them, install a C++ "
+            "compiler, then polyhead again"
         }
     return {
         "C++ kernels": f"yes, by {native.compiler()}",

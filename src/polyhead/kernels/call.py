@@ -61,4 +61,4 @@ def to_heads(x: Float[Tensor, "... own items dim"], heads: int) -> Float[Tensor,
 
 def flat(x: Float[Tensor, "... heads items dim"]) -> Float[Tensor, "batch heads items dim"]:
     """All batch axes as one."""
-    return x if x.dim() == 4 else x.reshape(-1, *x.shape[-3:]) if x.dim() > 4 else x[None]
+    return x if x.dim() == 4 else x.flatten(0, -4) if x.dim() > 4 else x[None]

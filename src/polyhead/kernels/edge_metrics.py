@@ -81,7 +81,8 @@ def _to_queries(part: EdgePart, x: Float[Tensor, "... heads edges"]) -> Float[Te
 
 def entropy(part: EdgePart) -> Float[Tensor, "... heads queries"]:
     """−Σ p log p of each query's weights, in nats."""
-    p = part.weights()
+    # weights of edges may be negative: what is spread is their size
+    p = part.weights().abs()
     return _to_queries(part, -(p * positive(p).log()))
 
 

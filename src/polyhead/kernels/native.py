@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from polyhead._torch import native, under_transform
+from polyhead._torch import missing, native, under_transform
 from polyhead.kernels.call import Call, Result, flat, to_heads
 from polyhead.neighbourhood import Graph
 from polyhead.score import GAT, Dot, GATv2
@@ -29,7 +29,7 @@ class Native:
 
     def refuses(self, call: Call) -> str | None:
         if native is None:
-            return "polyhead was installed without a compiler"
+            return f"there is none: {missing}"
         if type(call.score) not in _KINDS:
             return f"it has no code for {type(call.score).__name__} scores"
         if not call.q.is_cpu:
@@ -41,6 +41,11 @@ class Native:
         return None
 
     def __call__(self, call: Call) -> Result:
+        # autocast would narrow the products below, of which the kernels expect one dtype
+        with torch.autocast("cpu", enabled=False):
+            return self._along(call)
+
+    def _along(self, call: Call) -> Result:
         graph, score, heads = call.over, call.score, call.sizes.heads
         assert isinstance(graph, Graph)
         # halves are computed in fp32
@@ -114,6 +119,7 @@ class _Problem:
         edge: Tensor | None, weights: Tensor | None, order: list[Tensor], seed: Tensor | None, kind: int, factor: float,
         dropout: float,
     ) -> None:  # fmt: skip
+        _check(q, k, order, (a, features if inside is None else inside, edge, weights, v))
         widths = [x.shape[-1] for x in (q, k, v) if x is not None and x.dim() == 4]
         self.dim = -(-max(widths) // _STEP) * _STEP
         self.first, self.source, self.edge, self.out_first, self.out_place, self.out_destination = order
@@ -143,6 +149,20 @@ class _Problem:
             "map": self.map, "weights": self.weights, "first": self.first, "source": self.source, "edge": self.edge,
         }  # fmt: skip
         return {name: _pointer(x) for name, x in given.items()}
+
+
+def _check(q: Tensor, k: Tensor, order: list[Tensor], others: tuple[Tensor | None, ...]) -> None:
+    """That the kernels will read within the tensors, whatever was done to a graph since it was made."""
+    edges, (_, features, _, weights, _) = order[1].shape[0], others
+    lengths = [q.shape[1] + 1, edges, edges, k.shape[1] + 1, edges, edges]
+    whole = all(x.dtype == torch.int32 and x.is_contiguous() and x.is_cpu for x in order)
+    if not whole or [x.shape[0] for x in order] != lengths:
+        raise ValueError("Graph: its order was changed; it must stay as Graph(edge_index) makes it")
+    for name, x in (("features", features), ("weights", weights)):
+        if x is not None and x.shape[0] != edges:
+            raise ValueError(f"Graph: it has {x.shape[0]} rows of {name}, but {edges} edges")
+    if any(x is not None and (x.dtype != q.dtype or not x.is_cpu) for x in (k, *others)):
+        raise ValueError(f"Graph: all tensors must be {q.dtype} and on the CPU")
 
 
 def _pointer(x: Tensor | None) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 
 import torch
@@ -112,10 +111,13 @@ class Graph(Neighbourhood):
             raise ValueError(
                 f"Graph: {other!r} differs from head to head, but the edges of a graph are the same for all"
             )
-        if self.num_edges == 0:
-            return self
-        if not isinstance(other, Graph):
+        for part in parts(other):
+            if isinstance(part, Graph):
+                part.check(Sizes((), 1, self.destinations, self.sources))
+        if not isinstance(other, Graph) and self.sources:
             _check_fits(other, self)
+        if self.num_edges == 0:
+            return self._kept(self.order.edge.long())
         allowed = other.on_pairs(destination + (self.sources - self.destinations), source)
         if allowed.numel() != self.num_edges:
             raise ValueError(
@@ -164,11 +166,13 @@ class Graph(Neighbourhood):
             total = total.index_add(0, self.edge_index[1], features)
             return total / self.order.first.diff().clamp(min=1)[:, None]
         filled = torch.as_tensor(fill, dtype=features.dtype, device=features.device)
+        if filled.dim() and filled.shape[-1] not in (1, features.shape[1]):
+            raise ValueError(f"fill: its shape is {tuple(filled.shape)}, but an edge has {features.shape[1]} features")
         return filled.expand(self.destinations, features.shape[1])
 
     def to(self, device: torch.device | str) -> Graph:
         """The same graph on another device."""
-        moved: Graph = pytree.tree_map(lambda x: x.to(device), self)
+        moved: Graph = pytree.tree_map(lambda x: x.to(device=torch.device(device)), self)
         return moved
 
     def reverse(self) -> Graph:
@@ -180,16 +184,21 @@ class Graph(Neighbourhood):
     def normalised(self) -> Graph:
         """The same edges with weights 1/√(degree of source · degree of destination): Ã = D^−½ A D^−½ (Kipf 2017).
 
-        Degrees are sums of weights, where there are any. Add self-loops first, if they are to count.
+        Degrees are numbers of in-edges, or sums of their weights where there are any. Add self-loops first, if they are to count.
         """
         if self.sources != self.destinations:
             raise ValueError(f"normalised: {self.sources} sources are not the {self.destinations} destinations")
         source, destination = self.edge_index
         like = self.weights if self.weights is not None else torch.ones(self.num_edges, device=source.device)
         degree = like.new_zeros(self.sources).index_add(0, destination, like)
-        # a node of degree zero has no share in anything
-        root = degree.pow(-0.5).masked_fill(degree == 0, 0.0)
-        return Graph(self.edge_index, self.sources, self.features, like * root[source] * root[destination])
+        if not numbers_hidden() and bool((degree < 0).any()):
+            raise ValueError("normalised: some nodes have a negative degree, of which there is no root")
+        # a node of degree zero has no share in anything, and passes no gradient on
+        none = degree == 0
+        root = degree.masked_fill(none, 1.0).pow(-0.5).masked_fill(none, 0.0)
+        scaled = Graph(self.edge_index, self.sources, self.features, like * root[source] * root[destination])
+        scaled.edge_ids = self.edge_ids
+        return scaled
 
     @staticmethod
     def batch(graphs: Sequence[Graph]) -> Graph:
@@ -240,10 +249,10 @@ def _sizes(num_nodes: object, edge_index: Tensor) -> tuple[int, int]:
         nodes = int(edge_index.max()) + 1 if edge_index.numel() else 0
         return max(nodes, 0), max(nodes, 0)
     given = num_nodes if isinstance(num_nodes, (tuple, list)) else (num_nodes, num_nodes)
-    whole = all(hasattr(n, "__index__") and not isinstance(n, bool) for n in given)
-    if not whole or len(given) != 2 or any(operator.index(n) < 0 for n in given):
+    whole = all(isinstance(n, int) and not isinstance(n, bool) for n in given)
+    if not whole or len(given) != 2 or any(n < 0 for n in given):
         raise ValueError(f"num_nodes: it is {num_nodes!r}; it must be a whole number, or (sources, destinations)")
-    return operator.index(given[0]), operator.index(given[1])
+    return given[0], given[1]
 
 
 def _features(features: Tensor, edges: int) -> Float[Tensor, "edges dim"]:
@@ -276,7 +285,7 @@ def _from_sparse(
     if matrix.dim() != 2:
         raise ValueError(f"edge_index: a sparse matrix must have two axes; its shape is {tuple(matrix.shape)}")
     size = (matrix.shape[1], matrix.shape[0])
-    if num_nodes is not None and num_nodes not in (size, size[0] if size[0] == size[1] else size):
+    if num_nodes is not None and _sizes(num_nodes, matrix) != size:
         raise ValueError(
             f"num_nodes: it is {num_nodes!r}, but the sparse matrix has {size[1]} rows and {size[0]} columns"
         )

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from jaxtyping import Int, Integer
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from polyhead._torch import native
 
@@ -30,8 +31,12 @@ def order(edge_index: Integer[Tensor, "2 edges"], sources: int, destinations: in
     Raises:
         ValueError: where an edge names a node that is not there.
     """
-    return Order(*torch.ops.polyhead.sort_edges(edge_index, sources, destinations))
+    # what is made in inference mode could not be used in training
+    with torch.inference_mode(False):
+        return Order(*torch.ops.polyhead.sort_edges(edge_index, sources, destinations))
 
+
+pytree._register_namedtuple(Order, serialized_type_name="polyhead.neighbourhood.order.Order")
 
 # torch.library.custom_op would import the whole compiler at the first call
 _library = torch.library.Library("polyhead", "FRAGMENT")

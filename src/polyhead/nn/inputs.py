@@ -24,7 +24,8 @@ def project(
     if x.layout == torch.strided:
         y: Tensor = linear(x)
         return y
-    assert isinstance(linear, nn.Linear)
+    if not isinstance(linear, nn.Linear):
+        raise ValueError(f"sparse inputs: the projection is {type(linear).__name__}; it must be a plain nn.Linear")
     return _linear(_sparse(x), linear.weight, linear.bias)
 
 
@@ -42,7 +43,7 @@ def thinned(x: Float[Tensor, "*any"], share: float) -> Float[Tensor, "*any"]:
 
     The share is one of 65,536 steps; the rest is scaled by what it really is.
     """
-    steps = round(share * 65536)
+    steps = min(round(share * 65536), 65535)
     drawn = torch.empty(-(-x.numel() // 4), dtype=torch.int64, device=x.device).random_(-(2**63), None)
     keep = drawn.view(torch.int16)[: x.numel()].view(x.shape) >= steps - 32768
     return x * keep * (65536 / (65536 - steps))
@@ -71,12 +72,12 @@ _known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 def _sparse(x: Float[Tensor, "items features"]) -> _Sparse:
     if x.dim() != 2:
-        raise ValueError(
-            f"query: a sparse input of shape {tuple(x.shape)}; it must be (items, features), without a batch"
-        )
+        raise ValueError(f"sparse inputs: the shape is {tuple(x.shape)}; it must be (items, features), without a batch")
     if x.requires_grad:
-        raise ValueError("query: a sparse input cannot require gradients; pass it dense")
-    if x not in _known:
+        raise ValueError("sparse inputs: they cannot require gradients; pass them dense")
+    # inference tensors count no changes
+    version = None if x.is_inference() else x._version
+    if version is None or x not in _known or _known[x][0] != version:
         entries = x.to_sparse_coo().coalesce()
         row, column = entries.indices()
         place = column.argsort(stable=True)
@@ -84,8 +85,9 @@ def _sparse(x: Float[Tensor, "items features"]) -> _Sparse:
         pattern = _Pattern(
             _starts(row, items), column.contiguous(), _starts(column, features), row[place].contiguous(), place, (items, features)
         )  # fmt: skip
-        _known[x] = _Sparse(pattern, entries.values())
-    known: _Sparse = _known[x]
+        # a copy: a view of x would keep its own key alive
+        _known[x] = version, _Sparse(pattern, entries.values().detach().clone())
+    known: _Sparse = _known[x][1]
     return known
 
 
@@ -107,13 +109,16 @@ class _SparseProduct(torch.autograd.Function):
     def forward(ctx: Any, weight: Tensor, values: Tensor, pattern: _Pattern) -> Tensor:
         ctx.pattern = pattern
         ctx.save_for_backward(values)
-        return _rows(pattern.first, pattern.column, values, pattern.shape) @ weight.T.contiguous()
+        # autocast's narrow numbers have no sparse product
+        with torch.autocast(weight.device.type, enabled=False):
+            return _rows(pattern.first, pattern.column, values, pattern.shape) @ weight.T.contiguous()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         pattern, (values,) = ctx.pattern, ctx.saved_tensors
         turned = _rows(pattern.turned_first, pattern.turned_column, values[pattern.place], pattern.shape[::-1])
-        return (turned @ grad.contiguous()).T, None, None
+        with torch.autocast(grad.device.type, enabled=False):
+            return (turned @ grad.contiguous()).T, None, None
 
 
 def _rows(first: Tensor, column: Tensor, values: Tensor, shape: tuple[int, int]) -> Tensor:

@@ -152,8 +152,8 @@ def merged(layer: MultiHeadAttention) -> MultiHeadAttention:
     """A layer that equals this one and has no W_V."""
     if layer.o_proj is None:
         raise ValueError(f"merged(): combine={layer.combine!r} has no W_O to fold W_V into; it needs combine='project'")
-    if layer.input_dropout:
-        raise ValueError(f"merged(): input_dropout={layer.input_dropout} needs a W_V for each head's own input")
+    if layer.input_dropout or layer.value_dropout:
+        raise ValueError("merged(): input_dropout and value_dropout act around W_V, which would be gone")
     if layer.v_proj is None:
         raise ValueError(f"merged(): {type(layer.score).__name__} sums the keys themselves, and has no W_V")
     if isinstance(layer.v_proj, (nn.Identity, WithOne)):
