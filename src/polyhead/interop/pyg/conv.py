@@ -1,0 +1,242 @@
+"""What PyG's three layers share: their base class, the checks, one call of attention, explainers and hooks."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from polyhead.attend import attend, prepare
+from polyhead.interop.pyg.edges import Edges, as_matrix, edges
+from polyhead.kernels.graph import kept, summed, weights
+from polyhead.neighbourhood import Graph
+from polyhead.score import Score
+
+Inputs = Tensor | tuple[Tensor, Tensor | None]
+Returned = Tensor | tuple[Tensor, tuple[Tensor, Tensor]]
+
+_SUMS = ("add", "sum")
+_FLOWS = ("source_to_target", "target_to_source")
+
+
+class _Alone(nn.Module):
+    """What the layers need of PyG's `MessagePassing`, where there is no PyG: nobody hooks or explains them."""
+
+    explain: bool | None = None
+    _edge_mask: Tensor | None = None
+    _apply_sigmoid: bool = True
+
+    def __init__(self, aggr: Any, *, aggr_kwargs: Any, flow: str, node_dim: int) -> None:
+        super().__init__()
+        if aggr not in _SUMS:
+            raise ValueError(f"aggr: it is {aggr!r}; without torch_geometric it must be 'add'")
+        if flow not in _FLOWS:
+            raise ValueError(f"flow: it is {flow!r}; it must be one of {_FLOWS}")
+        self.aggr, self.flow, self.node_dim = aggr, flow, node_dim
+
+    def reset_parameters(self) -> None:
+        """There are none here."""
+
+    def propagate(self, *args: Any, **kwargs: Any) -> Tensor:
+        raise NotImplementedError
+
+
+if TYPE_CHECKING:
+    _Base = _Alone
+else:
+    try:
+        _Base = importlib.import_module("torch_geometric.nn.conv").MessagePassing
+    except ImportError:
+        _Base = _Alone
+
+
+class Conv(_Base):
+    """A layer of PyG's that attends along the edges of a graph."""
+
+    returns_thinned: ClassVar[bool] = True
+    """Whether the weights it returns are those after dropout."""
+    goes_by_weights: bool = False
+    """Whether its output is always made from the weights of the edges."""
+
+    def __init__(
+        self,
+        in_channels: int | tuple[int, int],
+        out_channels: int,
+        heads: int,
+        concat: bool,
+        dropout: float,
+        edge_dim: int | None,
+        aggr: Any,
+        aggr_kwargs: dict[str, Any] | None,
+        flow: str,
+    ) -> None:
+        super().__init__(aggr, aggr_kwargs=aggr_kwargs, flow=flow, node_dim=0)
+        for name, size in (("out_channels", out_channels), ("heads", heads), ("edge_dim", edge_dim)):
+            if size is not None and (not isinstance(size, int) or size < 1):
+                raise ValueError(f"{name}: it is {size!r}; it must be a whole number, 1 or more")
+        widths = (in_channels, in_channels) if isinstance(in_channels, int) else tuple(in_channels)
+        if len(widths) != 2 or not all(isinstance(n, int) and (n == -1 or n > 0) for n in widths):
+            raise ValueError(
+                f"in_channels: it is {in_channels!r}; it must be a whole number, or (sources', destinations'); -1 for as many "
+                "as the first input has"
+            )
+        if not 0 <= dropout < 1:
+            raise ValueError(f"dropout: it is {dropout}; it must be at least 0 and less than 1")
+        self.in_channels, self.out_channels, self.heads, self.concat = in_channels, out_channels, heads, concat
+        self.dropout, self.edge_dim = dropout, edge_dim
+        self._widths: tuple[int, int] = widths
+
+    @property
+    def backwards(self) -> bool:
+        """Whether messages go from the second row of `edge_index` to the first."""
+        return self.flow == "target_to_source"
+
+    def _by_head(self, x: Float[Tensor, "nodes features"]) -> Float[Tensor, "heads nodes channels"]:
+        return x.unflatten(-1, (self.heads, self.out_channels)).transpose(0, 1)
+
+    def _joined(self, out: Float[Tensor, "heads nodes channels"]) -> Float[Tensor, "nodes features"]:
+        return out.transpose(0, 1).flatten(1) if self.concat else out.mean(0)
+
+    # what is given
+
+    def _inputs(self, x: Inputs, needs_destinations: bool = True) -> tuple[Tensor, Tensor | None]:
+        """The features of sources and destinations, checked."""
+        source, destination = (x, x) if isinstance(x, Tensor) else x
+        named = (
+            (("x", source), ("x", destination)) if isinstance(x, Tensor) else (("x[0]", source), ("x[1]", destination))
+        )
+        for (name, part), width in zip(named, self._widths, strict=True):
+            if part is None:
+                if name == "x[0]" or needs_destinations:
+                    raise ValueError(f"{name}: it is None; {type(self).__name__} needs features of all nodes")
+                continue
+            if part.dim() != 2 or (width >= 0 and part.shape[1] != width):
+                wide = "features" if width < 0 else width
+                raise ValueError(f"{name}: its shape is {tuple(part.shape)}; it must be (nodes, {wide})")
+        return source, destination
+
+    def _features(self, edge_attr: Tensor | None, held: Tensor | None, edges: int) -> Tensor | None:
+        """The features of the given edges, from `edge_attr` or a sparse matrix, checked."""
+        edge_attr = held if edge_attr is None else edge_attr
+        if self.edge_dim is None and edge_attr is not None and edge_attr is not held:
+            raise ValueError(f"edge_attr: it is given, but edge_dim is None; pass edge_dim to {type(self).__name__}")
+        if self.edge_dim is None:
+            return None
+        if edge_attr is None:
+            raise ValueError(
+                f"edge_attr: it is None; it must be (edges, {self.edge_dim}), for edge_dim is {self.edge_dim}"
+            )
+        shape = tuple(edge_attr.shape)
+        fits = shape == (edges, self.edge_dim) or (self.edge_dim == 1 and shape == (edges,))
+        if not fits or not edge_attr.is_floating_point():
+            raise ValueError(
+                f"edge_attr: {edge_attr.dtype} of shape {shape}; it must be floating-point numbers (edges, edge_dim) = "
+                f"({edges}, {self.edge_dim})"
+            )
+        return edge_attr if edge_attr.dim() == 2 else edge_attr[:, None]
+
+    def _edges(
+        self, edge_index: Tensor, pairs: Tensor, sources: int, destinations: int, loops: bool, exactly: bool
+    ) -> Edges:
+        if self.backwards and edge_index.layout != torch.strided:
+            raise ValueError("flow: it is 'target_to_source', but edge_index is a sparse matrix; pass its transpose")
+        nodes = (destinations, sources) if self.backwards else (sources, destinations)
+        # messages are counted where they are not summed
+        exactly = exactly or self.aggr not in _SUMS
+        return edges(edge_index, pairs, nodes, loops=loops, backwards=self.backwards, exactly=exactly)
+
+    # attention
+
+    def _attend(
+        self,
+        q: Float[Tensor, "heads destinations dim"],
+        k: Float[Tensor, "heads sources dim"],
+        v: Float[Tensor, "heads sources channels"],
+        score: Score,
+        edges: Edges,
+        features: Float[Tensor, "edges edge_dim"] | None,
+        wants_weights: bool,
+    ) -> tuple[Float[Tensor, "heads destinations channels"], Float[Tensor, "edges heads"] | None]:
+        """The heads' outputs, and the weights if they are wanted."""
+        dropout = self.dropout if self.training else 0.0
+        watched = self._watched()
+        mask = self._mask(edges) if self.explain and not watched else None
+        if not (wants_weights or watched or self.goes_by_weights):
+            over = edges.dressed(features, mask)
+            return attend(q, k, v, over=over, score=score, bias=edges.bias, dropout=dropout), None
+        graph = edges.dressed(features)
+        call = prepare(
+            q, k, v, over=graph, score=score, position=None, bias=edges.bias, sink=None, dropout=dropout
+        )  # fmt: skip
+        pairs = graph.edge_index
+        p = thinned = weights(call)
+        if dropout > 0:
+            thinned = p * kept(call, pairs) / (1 - dropout)
+        alpha = (thinned if self.returns_thinned else p).T.to(v.dtype)
+        if watched:
+            return self._by_messages(q, v, pairs, thinned, graph), alpha
+        masked = thinned if mask is None else thinned * mask.to(p.dtype)
+        return self._summed(masked, v, pairs, graph).to(v.dtype), alpha
+
+    def _summed(
+        self, p: Float[Tensor, "heads edges"], v: Float[Tensor, "heads sources channels"], pairs: Tensor, graph: Graph
+    ) -> Float[Tensor, "heads destinations channels"]:
+        return summed(p, v, pairs[0], pairs[1], graph.destinations)
+
+    def _returned(self, edge_index: Tensor, edges: Edges, alpha: Tensor) -> tuple[Tensor, Tensor]:
+        """The edges of the weights and the weights, as PyG gives them."""
+        if edge_index.layout != torch.strided:
+            return as_matrix(edge_index, edges.graph.edge_index, alpha)
+        if not edges.loops:
+            return edge_index, alpha
+        pairs = edges.graph.edge_index
+        return pairs.flip(0) if self.backwards else pairs, alpha
+
+    # PyG's explainers and hooks
+
+    def _mask(self, edges: Edges) -> Float[Tensor, " edges"]:
+        """What an explainer multiplies the messages with; added self-loops stay as they are."""
+        mask = self._edge_mask
+        if mask is None:
+            raise ValueError("explain: it is True, but no edge mask was set")
+        mask = mask.sigmoid() if self._apply_sigmoid else mask
+        return edges.given(mask, mask.new_ones(edges.loops))
+
+    def _watched(self) -> bool:
+        """Whether somebody wants the messages of edges x heads x channels themselves. They are made for nobody else."""
+        if self.aggr not in _SUMS:
+            return True
+        if _Base is _Alone or torch.compiler.is_compiling():
+            return False
+        for name in ("_edge_update_forward_pre_hooks", "_edge_update_forward_hooks"):
+            if getattr(self, name):
+                raise ValueError("edge_update: its hooks are never called here; use those of message, which get alpha")
+        return any(getattr(self, f"_{name}_hooks") for name in _HOOKED) or any(
+            name in vars(self) or getattr(type(self), name).__module__.split(".")[0] not in _OURS for name in _STEPS
+        )
+
+    def _by_messages(self, q: Tensor, v: Tensor, pairs: Tensor, p: Tensor, graph: Graph) -> Tensor:
+        """The same by PyG's own way through `message` and `aggregate`, with its hooks."""
+        x, sizes = (v.transpose(0, 1), q.transpose(0, 1)), (graph.sources, graph.destinations)
+        if self.backwards:
+            pairs, x, sizes = pairs.flip(0), (x[1], x[0]), (sizes[1], sizes[0])
+        out = self.propagate(pairs, size=sizes, x=x, alpha=p.T.to(v.dtype), edge_attr=graph.features)
+        return out.transpose(0, 1)
+
+    def message(self, x_j: Tensor, alpha: Tensor) -> Tensor:
+        """What goes along each edge, where somebody asks for it."""
+        return alpha.unsqueeze(-1) * x_j
+
+    def _set_jittable_templates(self, raise_on_error: bool = False) -> None:
+        """PyG would write and import a file here, for a way that is hardly ever taken."""
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.in_channels}, {self.out_channels}, heads={self.heads})"
+
+
+_STEPS = ("message", "aggregate", "update", "explain_message")
+_HOOKED = [f"{step}_forward{pre}" for step in ("propagate", "message", "aggregate") for pre in ("", "_pre")]
+_OURS = ("polyhead", "torch_geometric")

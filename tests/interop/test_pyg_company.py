@@ -1,0 +1,248 @@
+"""The drop-ins among PyG's explainers, hooks and transformations, and where there is no PyG."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from pyg_pairs import (
+    CHANNELS,
+    CLOSE,
+    EDGE_DIM,
+    EDGES,
+    HEADS,
+    IN,
+    IN_OTHER,
+    KINDS,
+    LOOPING,
+    NODES,
+    OTHERS,
+    assert_same,
+    everything,
+    features,
+    inputs,
+    pair,
+    randn,
+    some_edges,
+)
+from torch import Tensor, nn
+from torch_geometric import nn as pyg
+from torch_geometric.data import HeteroData
+from torch_geometric.explain import AttentionExplainer, Explainer, GNNExplainer, GraphMaskExplainer
+from torch_geometric.explain.algorithm.utils import clear_masks, set_masks
+
+from polyhead.interop import pyg as interop
+
+
+class Net(nn.Module):
+    """Two layers of one kind."""
+
+    def __init__(self, of: Any, kind: str, **options: Any) -> None:
+        super().__init__()
+        self.first = getattr(of, kind)(IN, CHANNELS, HEADS, **options)
+        self.second = getattr(of, kind)(HEADS * CHANNELS, 2, HEADS, concat=False, **options)
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        return self.second(self.first(x, edge_index).relu(), edge_index)
+
+
+def nets(kind: str, **options: Any) -> tuple[Net, Net]:
+    peer, ours = (Net(of, kind, **options).eval() for of in (pyg, interop))
+    ours.load_state_dict(peer.state_dict())
+    return peer, ours
+
+
+@pytest.mark.parametrize("edge_dim", [None, EDGE_DIM])
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_edge_mask_multiplies_the_messages(kind: str, edge_dim: int | None) -> None:
+    _, x, edge_index = inputs("one")
+    peer, ours = pair(kind, edge_dim=edge_dim)
+    assert isinstance(ours, pyg.MessagePassing)
+    edge_attr, plain = features(edge_dim is not None), ours(x, edge_index) if edge_dim is None else None
+    mask = nn.Parameter(torch.randn(EDGES, dtype=torch.float64))
+    for sigmoid, call in itertools.product((True, False), ({}, {"return_attention_weights": True})):
+        for layer in (peer, ours):
+            set_masks(layer, mask, edge_index, apply_sigmoid=sigmoid)
+        # the mask is a parameter of both now
+        expected = everything(peer, x, edge_index, edge_attr, **call)
+        seen = everything(ours, x, edge_index, edge_attr, **call)
+        assert seen["_edge_mask"].abs().max() > 0
+        assert_same(seen, expected)
+    clear_masks(ours)
+    if plain is not None:
+        assert torch.equal(ours(x, edge_index), plain)
+
+
+def test_an_edge_mask_follows_its_edges_where_every_node_has_a_self_loop() -> None:
+    """PyG takes a mask of the right length for one that is in the right order."""
+    x = randn(NODES, IN)
+    edge_index = torch.cat((torch.arange(NODES).expand(2, -1), some_edges()[:, 20:]), 1)
+    _, ours = pair("GATConv")
+    mask = torch.rand(edge_index.shape[1], dtype=torch.float64)
+    set_masks(ours, mask, edge_index, apply_sigmoid=False)
+    apart = edge_index[0] != edge_index[1]
+    seen = ours(x, edge_index)
+    set_masks(ours, mask[apart], edge_index[:, apart], apply_sigmoid=False)
+    torch.testing.assert_close(seen, ours(x, edge_index[:, apart]), **CLOSE[torch.float64])
+
+
+CONFIG = {"mode": "regression", "task_level": "node", "return_type": "raw"}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gnn_explainer(kind: str) -> None:
+    x, edge_index = torch.randn(NODES, IN), some_edges()
+    found = []
+    for net in nets(kind):
+        torch.manual_seed(5)
+        explainer = Explainer(
+            net, GNNExplainer(epochs=5), explanation_type="model", node_mask_type="attributes", edge_mask_type="object",
+            model_config=CONFIG,
+        )  # fmt: skip
+        found.append(explainer(x, edge_index, index=4))
+    assert found[0].edge_mask.max() > 0
+    torch.testing.assert_close(found[1].edge_mask, found[0].edge_mask, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(found[1].node_mask, found[0].node_mask, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_attention_explainer(kind: str) -> None:
+    x, edge_index = torch.randn(NODES, IN), some_edges()
+    found = []
+    for net in nets(kind):
+        explainer = Explainer(
+            net, AttentionExplainer(), explanation_type="model", edge_mask_type="object", model_config=CONFIG
+        )
+        found.append(explainer(x, edge_index, index=4).edge_mask)
+    assert found[0].max() > 0
+    torch.testing.assert_close(found[1], found[0], **CLOSE[torch.float32])
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:torch_geometric")
+def test_an_explainer_with_messages_of_its_own() -> None:
+    x, edge_index = torch.randn(NODES, IN), some_edges()
+    found = []
+    for net in nets("GATConv", add_self_loops=False):
+        torch.manual_seed(5)
+        algorithm = GraphMaskExplainer(2, epochs=2, log=False)
+        explainer = Explainer(
+            net, algorithm, explanation_type="model", node_mask_type="attributes", edge_mask_type="object",
+            model_config=CONFIG,
+        )  # fmt: skip
+        found.append(explainer(x, edge_index, index=4).edge_mask)
+    torch.testing.assert_close(found[1], found[0], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("edge_dim", [None, EDGE_DIM])
+@pytest.mark.parametrize("kind", KINDS)
+def test_hooks_see_and_change_messages(kind: str, edge_dim: int | None) -> None:
+    _, x, edge_index = inputs("one")
+    layers, seen = pair(kind, edge_dim=edge_dim), []
+    edge_attr = features(edge_dim is not None)
+    for layer in layers:
+        layer.register_message_forward_hook(lambda module, given, out: seen.append(out) or out * 2)
+        layer.register_aggregate_forward_hook(lambda module, given, out: out + 1)
+    expected, ours = (everything(layer, x, edge_index, edge_attr) for layer in layers)
+    torch.testing.assert_close(seen[1], seen[0], **CLOSE[torch.float64])
+    assert_same(ours, expected)
+
+
+def test_hooks_that_would_never_be_called_are_refused() -> None:
+    _, x, edge_index = inputs("one")
+    _, ours = pair("GATConv")
+    ours.register_edge_update_forward_hook(lambda module, given, out: None)
+    with pytest.raises(ValueError, match="edge_update: its hooks are never called here"):
+        ours(x, edge_index)
+
+
+def test_a_subclass_with_a_message_of_its_own() -> None:
+    class Doubled(interop.GATConv):
+        def message(self, x_j: Tensor, alpha: Tensor) -> Tensor:
+            return 2 * super().message(x_j, alpha)
+
+    _, x, edge_index = inputs("one")
+    _, ours = pair("GATConv", bias=False)
+    doubled = Doubled(IN, CHANNELS, HEADS, bias=False).double()
+    doubled.load_state_dict(ours.state_dict())
+    torch.testing.assert_close(doubled(x, edge_index), 2 * ours(x, edge_index), **CLOSE[torch.float64])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_to_hetero(kind: str) -> None:
+    data = HeteroData()
+    data["paper"].x, data["author"].x = torch.randn(NODES, IN), torch.randn(OTHERS, IN_OTHER)
+    data["author", "writes", "paper"].edge_index = some_edges(OTHERS, NODES)
+    data["paper", "cites", "paper"].edge_index = some_edges()
+    data["paper", "written", "author"].edge_index = some_edges(NODES, OTHERS)
+    options = {"add_self_loops": False} if kind in LOOPING else {}
+
+    class Lazy(nn.Module):
+        def __init__(self, of: Any) -> None:
+            super().__init__()
+            self.first = getattr(of, kind)((-1, -1), CHANNELS, HEADS, **options)
+            self.second = getattr(of, kind)((-1, -1), CHANNELS, **options)
+
+        def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+            return self.second(self.first(x, edge_index).relu(), edge_index)
+
+    outputs, states = [], []
+    for of in (pyg, interop):
+        net = pyg.to_hetero(Lazy(of), data.metadata())
+        net(data.x_dict, data.edge_index_dict)
+        if states:
+            net.load_state_dict(states[0], strict=True)
+        states.append(net.state_dict())
+        outputs.append(net(data.x_dict, data.edge_index_dict))
+    assert outputs[0].keys() == outputs[1].keys() == {"paper", "author"}
+    for name, expected in outputs[0].items():
+        torch.testing.assert_close(outputs[1][name], expected, **CLOSE[torch.float32])
+
+
+# without PyG
+
+ALONE = """
+import sys
+sys.modules["torch_geometric"] = None
+import torch
+from polyhead.interop.pyg import GATConv, GATv2Conv, TransformerConv
+given = torch.load(sys.argv[1])
+for kind, (state, options, x, edge_index, edge_attr, output) in given.items():
+    layer = {"GATConv": GATConv, "GATv2Conv": GATv2Conv, "TransformerConv": TransformerConv}[kind](-1, **options)
+    layer.load_state_dict(state, strict=True)
+    assert type(layer).__mro__[-3:-1] == (type(layer).__mro__[-3], torch.nn.Module)
+    torch.testing.assert_close(layer(x, edge_index, edge_attr), output, atol=1e-5, rtol=1e-5)
+    out, (where, alpha) = layer(x, edge_index, edge_attr, return_attention_weights=True)
+    assert alpha.shape == (where.shape[1], 3)
+    for wrong in ({"aggr": "max"}, {"flow": "down"}):
+        try:
+            type(layer)(5, 4, **wrong)
+        except ValueError as error:
+            print(error)
+assert not [name for name in sys.modules if name.startswith("torch_geometric.")]
+"""
+
+
+def test_without_pyg(tmp_path: Any) -> None:
+    given = {}
+    x, edge_index = torch.randn(NODES, IN), some_edges()
+    for kind in KINDS:
+        options = {"out_channels": CHANNELS, "heads": HEADS, "edge_dim": EDGE_DIM}
+        peer, edge_attr = getattr(pyg, kind)(IN, **options), torch.randn(EDGES, EDGE_DIM)
+        given[kind] = (peer.state_dict(), options, x, edge_index, edge_attr, peer(x, edge_index, edge_attr).detach())
+    torch.save(given, tmp_path / "given.pt")
+    done = subprocess.run(
+        [sys.executable, "-c", ALONE, str(tmp_path / "given.pt")], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    first, second = done.stdout.splitlines()[:2]
+    assert first == "aggr: it is 'max'; without torch_geometric it must be 'add'"
+    assert second == "flow: it is 'down'; it must be one of ('source_to_target', 'target_to_source')"
+
+
+def test_polyhead_imports_no_pyg() -> None:
+    code = "import sys, polyhead; assert 'torch_geometric' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
