@@ -169,6 +169,30 @@ def new_graphs(kind: Kind, workload: Workload) -> Sides:
     return Sides(side(lambda each: layer(x, over=Graph(each, nodes))[0]), side(lambda each: conv(x, each)))
 
 
+def sparse_inputs(kind: Kind, workload: Workload, train: bool) -> Sides:
+    """Bags of words are nearly all zeros: ours is given them as a sparse matrix, which PyG's layers do not take."""
+    edge_index, x = workload.make()
+    graph, edges, bags = Graph(edge_index, len(x)), by_destination(edge_index), x.to_sparse_coo().coalesce()
+    layer = checked(our_layer(kind, workload, x), x, graph).train(train)
+    conv = pyg_layer(kind, layer).train(train)
+    theirs = {kind.names[name]: parameter for name, parameter in conv.named_parameters()}
+
+    def side(forward: Callable[[], Tensor], parameters: dict[str, Tensor]) -> Side:
+        if not train:
+            return inference(forward)
+        gradients = lambda: {name: grad(parameter).flatten() for name, parameter in parameters.items()}
+        return training(forward, parameters.values(), gradients)
+
+    ours = side(lambda: layer(bags, over=graph)[0], dict(layer.named_parameters()))
+    return Sides(ours, side(lambda: conv(x, edges), theirs))
+
+
+def case_of_sparse_inputs(kind: Kind, workload: Workload, train: bool) -> Case:
+    name = f"{kind.score}-{'training' if train else 'inference'}-sparse-{workload.name}"
+    peer, setup = f"{kind.conv}, dense inputs", partial(sparse_inputs, kind, workload, train)
+    return Case(name, peer, setup, TOLERANCE, partial(_lacks, workload))
+
+
 def case(kind: Kind, workload: Workload, train: bool, compiled: bool = False) -> Case:
     how = f"{'compiled-' if compiled else ''}{'training' if train else 'inference'}"
     peer = f"{'compiled ' if compiled else ''}{kind.conv}, edges sorted"
@@ -190,6 +214,7 @@ def _cases(compiled: bool) -> list[Case]:
     for kind in KINDS:
         cases += [case(kind, workload, train, compiled) for train in (False, True) for workload in WORKLOADS]
         if not compiled:
+            cases += [case_of_sparse_inputs(kind, WORKLOADS[0], train) for train in (False, True)]
             cases.append(case_of_new_graphs(kind, random_graph(20_000, 500_000, 8, 16)))
     return cases
 
