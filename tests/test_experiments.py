@@ -182,11 +182,11 @@ def test_dictionary_lookup(tmp_path):
     import dictionary_lookup
 
     files = ["--runs", str(tmp_path / "runs"), "--out", str(tmp_path / "a.png"), "--json", str(tmp_path / "a.json")]
-    assert dictionary_lookup.main(["--sizes", "4", "5", "--steps", "200", *files]) == 0
+    assert dictionary_lookup.main(["--sizes", "4", "6", "--steps", "400", *files]) == 0
     lines = {(line["k"], line["arm"]): line for line in json.loads((tmp_path / "a.json").read_text())}
     assert len(lines) == 6
-    assert lines[5, "GAT, 1 head"]["train"] < 0.8
-    assert lines[5, "GATv2, 1 head"]["train"] > 0.9
+    assert lines[6, "GAT, 1 head"]["train"] < 0.8
+    assert lines[6, "GATv2, 1 head"]["train"] > 0.9
     assert (tmp_path / "a.png").exists()
 
 
