@@ -40,7 +40,7 @@ class Graph(Neighbourhood):
     ) -> None:
         if isinstance(edge_index, Tensor) and edge_index.layout != torch.strided:
             edge_index, num_nodes, weights = _from_sparse(edge_index, num_nodes, weights)
-        edge_index = _checked(edge_index)
+        edge_index = checked(edge_index)
         self.sources, self.destinations = _sizes(num_nodes, edge_index)
         self.order = order(edge_index, self.sources, self.destinations)
         self.features = None if features is None else _features(features, edge_index.shape[1])
@@ -228,7 +228,8 @@ class Graph(Neighbourhood):
         return f"Graph({nodes} nodes, {self.num_edges} edges{more})"
 
 
-def _checked(edge_index: object) -> Integer[Tensor, "2 edges"]:
+def checked(edge_index: object) -> Integer[Tensor, "2 edges"]:
+    """Edges as they were given, if they are whole numbers in two rows."""
     given = torch.as_tensor(edge_index)
     if given.dim() != 2 or given.shape[0] != 2:
         turned = given.dim() == 2 and given.shape[1] == 2

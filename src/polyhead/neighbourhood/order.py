@@ -85,12 +85,12 @@ def _argsorted(edge_index: Tensor, sources: int, destinations: int) -> Order:
     source = source[edge]
     place = source.argsort(stable=True)
     arrays = (
-        _starts(destination, destinations), source, edge, _starts(source, sources), place, destination[edge][place]
+        starts(destination, destinations), source, edge, starts(source, sources), place, destination[edge][place]
     )  # fmt: skip
     return Order(*(x.to(torch.int32) for x in arrays))
 
 
-def _starts(node: Tensor, nodes: int) -> Tensor:
+def starts(node: Tensor, nodes: int) -> Tensor:
     """Where each node's edges begin, once sorted, and where the last ones end."""
     return torch.cat((node.new_zeros(1), node.bincount(minlength=nodes).cumsum(0)))
 

@@ -11,6 +11,8 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from polyhead.neighbourhood.order import starts
+
 
 def project(
     linear: nn.Module, x: Float[Tensor, "... items features"] | list[Any]
@@ -83,16 +85,12 @@ def _sparse(x: Float[Tensor, "items features"]) -> _Sparse:
         place = column.argsort(stable=True)
         items, features = x.shape
         pattern = _Pattern(
-            _starts(row, items), column.contiguous(), _starts(column, features), row[place].contiguous(), place, (items, features)
+            starts(row, items), column.contiguous(), starts(column, features), row[place].contiguous(), place, (items, features)
         )  # fmt: skip
         # a copy: a view of x would keep its own key alive
         _known[x] = version, _Sparse(pattern, entries.values().detach().clone())
     known: _Sparse = _known[x][1]
     return known
-
-
-def _starts(number: Tensor, of: int) -> Tensor:
-    return F.pad(number.bincount(minlength=of).cumsum(0), (1, 0))
 
 
 def _linear(x: Tensor | _Sparse, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -14,6 +14,8 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from polyhead.neighbourhood import Graph
+from polyhead.neighbourhood.graph import checked
+from polyhead.neighbourhood.order import starts
 
 Fill = float | Tensor | str
 
@@ -62,14 +64,7 @@ def read(edge_index: object) -> tuple[Integer[Tensor, "2 edges"], Float[Tensor, 
         )
     if edge_index.layout != torch.strided:
         return _entries(edge_index)
-    shape = tuple(edge_index.shape)
-    if len(shape) != 2 or shape[0] != 2:
-        turned = len(shape) == 2 and shape[1] == 2
-        hint = "pass edge_index.T" if turned else "sources in the first row, destinations in the second"
-        raise ValueError(f"edge_index: its shape is {shape}; it must be (2, edges): {hint}")
-    if edge_index.is_floating_point() or edge_index.dtype == torch.bool:
-        raise ValueError(f"edge_index: it is {edge_index.dtype}; it must hold the numbers of nodes: edge_index.long()")
-    return edge_index, None
+    return checked(edge_index), None
 
 
 def _entries(matrix: Tensor) -> tuple[Int[Tensor, "2 edges"], Float[Tensor, "edges dim"] | None]:
@@ -109,7 +104,7 @@ def as_matrix(
         where = torch.stack((destination, source))
         return torch.sparse_coo_tensor(where, alpha, size, check_invariants=False, is_coalesced=True), alpha
     major, minor, length = (source, destination, columns) if by_column else (destination, source, rows)
-    first = torch.cat((major.new_zeros(1), major.bincount(minlength=length).cumsum(0)))
+    first = starts(major, length)
     make = torch.sparse_csc_tensor if by_column else torch.sparse_csr_tensor
     return make(first, minor, alpha, size, check_invariants=False), alpha
 
