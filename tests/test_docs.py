@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import importlib.util
 import io
 import re
 from collections.abc import Iterator
@@ -18,6 +19,8 @@ PACKAGE = ROOT / "src" / "polyhead"
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 ARCHITECTURE = ROOT / "docs" / "architecture.md"
 
+# `<!-- needs: tokenizers -->`: what has to be installed for a page's code
+NEEDS = re.compile(r"^<!-- needs: (?P<packages>[\w ]+) -->$", re.MULTILINE)
 FENCE = re.compile(r"^```(?P<language>\w*)\n(?P<body>.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\((?P<target>[^)\s]+)\)")
 # `kernels/tiles.py: plan`, or `nn/attention.py: MultiHeadAttention.forward`
@@ -62,6 +65,9 @@ def prose(page: Path) -> str:
 @pytest.mark.parametrize("page", PAGES, ids=name)
 def test_code_runs_and_prints_what_is_shown(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of a page run top to bottom in one namespace. What one prints stands in a text block right after it."""
+    for package in " ".join(NEEDS.findall(page.read_text())).split():
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"{package} is not installed: the code of {name(page)} is NOT tested")
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
     namespace: dict[str, object] = {"__name__": name(page)}

