@@ -132,7 +132,7 @@ def gather_sum(graph: Graph, rows: Tensor) -> Tensor:
     assert rows.is_contiguous() and rows.dtype == torch.float32 and rows.shape[1] % 8 == 0
     out = rows.new_empty(graph.destinations, rows.shape[1])
     native.gather_sum(
-        double=False, sources=graph.sources, destinations=graph.destinations, width=rows.shape[1], v=rows.data_ptr(),
+        double=False, destinations=graph.destinations, width=rows.shape[1], v=rows.data_ptr(),
         first=graph.order.first.data_ptr(), source=graph.order.source.data_ptr(), out=out.data_ptr(),
         threads=torch.get_num_threads(),
     )  # fmt: skip

@@ -7,8 +7,9 @@ from typing import NamedTuple
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function
 
-from polyhead.kernels import Call, kernels
+from polyhead.kernels import Call, Result, kernels
 from polyhead.kernels.graph import weights as edge_weights
 from polyhead.kernels.reference import through_sink, weights
 from polyhead.neighbourhood import Dense, Graph, Neighbourhood, broadcasts, neighbourhood
@@ -52,7 +53,7 @@ def attend(
         ValueError: where shapes do not fit, with the argument's name and the rule.
     """
     call = prepare(q, k, v, over=over, score=score, position=position, bias=bias, sink=sink, dropout=dropout, seed=seed)
-    return run(call, kernel)
+    return run(call, kernel)[0]
 
 
 def attention_weights(
@@ -161,8 +162,14 @@ def _table(position: Position, queries: int, keys: int, device: torch.device) ->
     return position.by_distance(torch.arange(1 - keys, max(queries, 1 - keys), device=device))
 
 
-def run(call: Call, kernel: str | None = None) -> Float[Tensor, "... heads queries value_dim"]:
-    """Compute a checked call with the first kernel that takes it."""
+def run(call: Call, kernel: str | None = None) -> Result:
+    """Compute a checked call with the first kernel that takes it.
+
+    It is a torch function: a `TorchFunctionMode` sees every attention of Polyhead, and may change it.
+    """
+    if has_torch_function((call.q, call.k, call.v)):
+        seen: Result = handle_torch_function(run, (call.q, call.k, call.v), call, kernel)
+        return seen
     candidates = kernels(call)
     for candidate in candidates:
         if kernel is not None and candidate.name != kernel:
@@ -171,9 +178,9 @@ def run(call: Call, kernel: str | None = None) -> Float[Tensor, "... heads queri
         if reason is None:
             out, lse = candidate(call)
             if call.sink is None:
-                return out
+                return out, lse
             assert lse is not None
-            return out * through_sink(lse, call.sink).to(out.dtype)
+            return out * through_sink(lse, call.sink).to(out.dtype), lse
         if kernel is not None:
             raise ValueError(f"kernel: {kernel!r} refuses this call: {reason}")
     raise ValueError(f"kernel: {kernel!r} is none of {[known.name for known in candidates]}")

@@ -13,10 +13,11 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from polyhead.kernels import Call, edge_metrics, metrics
+from polyhead.kernels import Call, metrics
+from polyhead.kernels.ask import AnyPart, Place, Question, answers, mass_question
 from polyhead.kernels.edge_metrics import EdgePart
 from polyhead.kernels.metrics import Part
-from polyhead.neighbourhood import Dense, Graph, Rows
+from polyhead.neighbourhood import Dense, Graph
 from polyhead.picture import html, plot
 from polyhead.score import Dot
 
@@ -24,9 +25,10 @@ if TYPE_CHECKING:
     import numpy as np
     from matplotlib.figure import Figure
 
-AnyPart = Part | EdgePart
 Index = int | slice | Sequence[int] | Tensor
-_OFFSETS = {"self": 0, "previous": -1, "next": 1}
+Metric = str | tuple[Any, ...]
+# What can be measured, and how many arguments it has.
+_METRICS = {"entropy": 0, "distance": 0, "mass": 1, "received": 0, "top": 1, "heatmap": 1, "diversity": 0}
 
 
 class Origin(NamedTuple):
@@ -35,6 +37,8 @@ class Origin(NamedTuple):
     outputs: Float[Tensor, "... heads queries value_dim"]
     join: Float[Tensor, "out heads_dim"] | None = None
     gate: Float[Tensor, " heads"] | None = None
+    # the log-sum-exp of the scores, without the sink, where the kernel told
+    lse: Float[Tensor, "... heads queries"] | None = None
 
 
 class Heads:
@@ -77,14 +81,15 @@ class Heads:
 
         Much of the plain weight may rest on keys whose values are next to nothing: this tells.
         """
+        return self._with(self._part._replace(moved=self._moved_by_a_weight()))
+
+    def _moved_by_a_weight(self) -> Float[Tensor, "... all_heads all_keys"]:
         call, join = self._fresh("v", "W_O", "gate").call, self._origin.join
         heads = call.sizes.heads
         # (..., out, heads · dim) -> (..., heads, out, dim)
         by_head = None if join is None else join.unflatten(-1, (heads, -1)).movedim(-2, -3)
         moved = metrics.moved_by(call.v, by_head, heads)
-        if self._origin.gate is not None:
-            moved = moved * self._origin.gate.abs()[..., :, None]
-        return self._with(self._part._replace(moved=moved))
+        return moved if self._origin.gate is None else moved * self._origin.gate.abs()[..., :, None]
 
     def select(
         self,
@@ -120,56 +125,72 @@ class Heads:
 
     # numbers about the heads
 
+    def measure(self, *metrics: Metric) -> list[Any]:
+        """Several numbers in one pass, as the methods below give them.
+
+        Each is a method's name, or a tuple of it and its arguments: `heads.measure("entropy", ("mass", "previous"), ("top", 3))`.
+        `("contribution", "received")` is `heads.contribution().received()`.
+        """
+        part = self._fresh()
+        questions = [self._question(metric) for metric in metrics]
+        moved = part.moved
+        if moved is None and any(question.moved for question in questions):
+            moved = self._moved_by_a_weight()
+        return answers(part._replace(moved=None), questions, moved=moved, lse=self._origin.lse)
+
+    def _question(self, metric: Metric) -> Question:
+        """A metric as the kernels know it; checked."""
+        name, *about = (metric,) if isinstance(metric, str) else metric
+        part, moved = self._part, self._part.moved is not None
+        if name == "contribution" and about:
+            return self._question(tuple(about))._replace(moved=True)
+        if name not in _METRICS or len(about) != _METRICS[name]:
+            if name == "received" and len(about) == 1:
+                return Question(name, tuple(about), moved)
+            known = ", ".join(f"({name!r}, …)" if number else repr(name) for name, number in _METRICS.items())
+            raise ValueError(f"metrics: {metric!r} is none of {known}, ('contribution', …)")
+        if name == "mass":
+            question = mass_question(about[0], len(part.numbers("queries")), part.keys_seen, self.device)
+            return question._replace(moved=moved)
+        if name == "top" and not 1 <= about[0] <= part.keys_seen:
+            raise ValueError(f"k: it is {about[0]}; there are {part.keys_seen} keys")
+        if name == "heatmap" and about[0] < 1:
+            raise ValueError(f"size: it is {about[0]}; it must be 1 or more")
+        return Question(name, tuple(about), moved)
+
     def entropy(self) -> Float[Tensor, "... heads queries"]:
         """How spread each query's attention is, in nats: 0 on one key, log n evenly over n keys."""
-        return self._ask("entropy")
+        return self.measure("entropy")[0]
 
     def distance(self) -> Float[Tensor, "... heads queries"]:
         """How far from itself each query looks, on average."""
-        return self._ask("distance")
+        return self.measure("distance")[0]
 
-    def mass(self, on: str | int | Tensor) -> Float[Tensor, "... heads queries"]:
+    def mass(self, on: Place) -> Float[Tensor, "... heads queries"]:
         """How much of each query's weight lies on certain keys.
 
         Args:
             on: `"self"`, `"previous"`, `"next"`, `"first"`; or how far after the query the key stands (-1: the previous one); or
-                a bool tensor (..., keys), True for the keys that count.
+                a bool tensor (..., keys), True for the keys that count; or whole numbers (..., heads or 1, queries): of each query
+                one key, -1 for none.
         """
-        part = self._fresh()
-        if isinstance(on, Tensor):
-            keys = part.keys_seen
-            if on.dtype != torch.bool or on.dim() == 0 or on.shape[-1] != keys:
-                raise ValueError(
-                    f"on: it is {on.dtype} of shape {tuple(on.shape)}; it must be a bool tensor (..., keys) with {keys} keys"
-                )
-            return self._ask("mass_on", on)
-        if on == "first":
-            return self._ask("mass_on", part.numbers("keys") == 0)
-        offset = _OFFSETS.get(on) if isinstance(on, str) else on
-        if not isinstance(offset, int) or isinstance(offset, bool):
-            raise ValueError(f"on: {on!r} is none of {[*_OFFSETS, 'first']}, a whole number or a bool tensor")
-        return self._ask("mass", offset)
+        return self.measure(("mass", on))[0]
 
-    def received(self) -> Float[Tensor, "... heads keys"]:
-        """How much weight each key receives from all queries together."""
-        return self._ask("received")
+    def received(self, counts: Float[Tensor, "... #heads queries"] | None = None) -> Float[Tensor, "... heads keys"]:
+        """How much weight each key receives from all queries together; each counts 1, or as much as given."""
+        return self.measure(("received", counts))[0]
 
     def top(self, k: int) -> tuple[Float[Tensor, "... heads queries k"], Int[Tensor, "... heads queries k"]]:
         """The k largest weights of each query, and the keys they lie on; -1 where a query has fewer keys."""
-        keys = self._part.keys_seen
-        if not 1 <= k <= keys:
-            raise ValueError(f"k: it is {k}; there are {keys} keys")
-        return self._ask("top", k)
+        return self.measure(("top", k))[0]
 
     def heatmap(self, size: int = 64) -> Float[Tensor, "... heads height width"]:
         """The weights averaged to at most size x size cells: a picture of any length."""
-        if size < 1:
-            raise ValueError(f"size: it is {size}; it must be 1 or more")
-        return self._ask("heatmap", size)
+        return self.measure(("heatmap", size))[0]
 
     def diversity(self) -> Float[Tensor, "... heads heads"]:
         """How differently two heads attend, averaged over queries: 0 alike, 1 no key in common."""
-        return self._ask("diversity")
+        return self.measure("diversity")[0]
 
     def agreement(self, queries: int = 64) -> Float[Tensor, "... heads"]:
         """How alike queries rank the keys, in each head: 1 is one ranking for all, *static* attention (Brody 2021).
@@ -184,10 +205,6 @@ class Heads:
         chosen = torch.linspace(0, number - 1, min(queries, number), device=self.device).long()
         answer = metrics.agreement(call, chosen)
         return answer if self._part.heads is None else answer.index_select(-1, self._part.heads)
-
-    def _ask(self, question: str, *about: Any) -> Any:
-        """The answer to a question about the weights, by pairs or by edges."""
-        return _answer(self._fresh(), question, *about)
 
     # pictures
 
@@ -223,7 +240,8 @@ class Heads:
             raise ValueError(f"batch: it is {batch}; there are {lead.numel()} rows")
         at = torch.unravel_index(torch.tensor(batch), lead) if lead else ()
         part = _narrowed(self._fresh(), [_slice(int(i), n) for i, n in zip(at, lead, strict=True)])
-        maps = _answer(part, "heatmap", size).detach()
+        about_all = part._replace(moved=None)
+        maps = answers(about_all, [Question("heatmap", (size,), part.moved is not None)], moved=part.moved)[0].detach()
         return maps.reshape(maps.shape[-3:])
 
     # lasting copies
@@ -243,7 +261,7 @@ class Heads:
 
     def _moved(self, change: Callable[[Tensor], Tensor]) -> Heads:
         self._fresh(*_WATCHED)
-        lasting: Heads = pytree.tree_map(change, self)
+        lasting: Heads = pytree.tree_map(change, self._with(self._part))
         part = lasting._part
         lasting._part = part._replace(call=part.call._replace(score=copy.deepcopy(part.call.score)))
         return lasting
@@ -370,10 +388,6 @@ for _name in (
     setattr(Heads, f"__{_name}__", _as_tensor(f"__{_name}__"))
 
 
-def _answer(part: AnyPart, question: str, *about: Any) -> Any:
-    return getattr(edge_metrics if isinstance(part, EdgePart) else metrics, question)(part, *about)
-
-
 def _narrowed(part: AnyPart, rows: list[slice]) -> AnyPart:
     """A part in some rows of its batch."""
     if all(row == slice(None) for row in rows):
@@ -383,8 +397,7 @@ def _narrowed(part: AnyPart, rows: list[slice]) -> AnyPart:
     own = len(part.axes)
     if bias is not None and bias.dim() > own:
         bias = bias.expand(*batch, *bias.shape[-own:])[at]
-    # a graph is the same for every row
-    over = call.over if isinstance(call.over, Graph) else Rows(call.over, batch, at)
+    over = call.over if isinstance(call.over, Graph) else call.over.rows(batch, at)
     call = call._replace(q=call.q[at], k=call.k[at], v=call.v[at], over=over, bias=bias)
     return part._replace(call=call, moved=None if part.moved is None else part.moved[at])
 

@@ -90,7 +90,7 @@ class MultiheadAttention(nn.MultiheadAttention):
             over, bias = _read(key_padding_mask, attn_mask, (batch, self.num_heads, queries, keys), k.shape[2] - keys)
         dropout = self.dropout if self.training else 0.0
         call = prepare(q, k, v, over=over, score=_DOT, position=None, bias=bias, sink=None, dropout=dropout)
-        output: Tensor = self.out_proj(_joined(run(call), rows))
+        output: Tensor = self.out_proj(_joined(run(call)[0], rows))
         p = weights(call).to(q.dtype) if need_weights else None
         if p is not None and average_attn_weights:
             p = p.mean(1)

@@ -108,9 +108,19 @@ def mass_on(part: EdgePart, marked: Float[Tensor, "... keys"]) -> Float[Tensor, 
     return _to_queries(part, p * marked.to(p.dtype)[..., None, :].index_select(-1, part.pairs[0]))
 
 
-def received(part: EdgePart) -> Float[Tensor, "... heads keys"]:
-    """How much weight each key receives from all queries together."""
+def mass_at(part: EdgePart, at: Int[Tensor, "... #heads queries"]) -> Float[Tensor, "... heads queries"]:
+    """How much of each query's weight lies on one key, by its number; 0 for -1."""
+    source, destination = part.pairs
+    return _to_queries(part, part.weights() * (at.index_select(-1, destination) == source))
+
+
+def received(
+    part: EdgePart, counts: Float[Tensor, "... #heads queries"] | None = None
+) -> Float[Tensor, "... heads keys"]:
+    """How much weight each key receives from all queries together, each of which counts 1 or as much as given."""
     p = part.weights()
+    if counts is not None:
+        p = p * counts.to(p.dtype).index_select(-1, part.pairs[1])
     return p.new_zeros(*p.shape[:-1], part.call.sizes.keys).index_add(-1, part.pairs[0], p)
 
 

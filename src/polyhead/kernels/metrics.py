@@ -81,7 +81,7 @@ class _Place(NamedTuple):
 
 def _blocks(part: Part, measure: Block[Answer]) -> Iterator[tuple[_Place, Answer]]:
     queries, keys = part.numbers("queries"), part.shape[-1]
-    learns = torch.is_grad_enabled() and not under_transform() and _learned(part)
+    learns = torch.is_grad_enabled() and not under_transform() and learned(part)
     for rows, span in _spans(part):
         columns = slice(0, keys) if span is None else slice(*span)
         block = partial(_block, part, measure, span, columns)
@@ -136,7 +136,8 @@ def _fitting(first: Bounds, stop: Bounds, budget: int, keys: int) -> tuple[int, 
         rows = max(1, min(rows // 2, budget // (high - low)))
 
 
-def _learned(part: Part) -> bool:
+def learned(part: Part) -> bool:
+    """Whether the weights may have gradients."""
     call = part.call
     sources = (call.q, call.k, call.table, call.bias, call.sink, part.moved, *call.score.learned())
     return any(x is not None and x.requires_grad for x in sources)
@@ -172,10 +173,22 @@ def mass_on(part: Part, marked: Float[Tensor, "... keys"]) -> Float[Tensor, "...
     return _each_query(part, lambda p, query, key, columns: (p * marked[..., None, None, columns].to(p.dtype)).sum(-1))
 
 
-def received(part: Part) -> Float[Tensor, "... heads keys"]:
-    """How much weight each key receives from all queries together."""
+def mass_at(part: Part, at: Int[Tensor, "... #heads queries"]) -> Float[Tensor, "... heads queries"]:
+    """How much of each query's weight lies on one key, by its number; 0 for -1."""
+    answers = []
+    for place, answer in _blocks(part, lambda p, query, key, columns: p):
+        keys = part.numbers("keys")[place.columns]
+        answers.append((answer * (at[..., place.rows, None] == keys)).sum(-1))
+    return torch.cat(answers, -1)
+
+
+def received(part: Part, counts: Float[Tensor, "... #heads queries"] | None = None) -> Float[Tensor, "... heads keys"]:
+    """How much weight each key receives from all queries together, each of which counts 1 or as much as given."""
     total = _room(part, (*part.shape[:-2], part.shape[-1]))
-    for place, answer in _blocks(part, lambda p, query, key, columns: p.sum(-2)):
+    ones = total.new_ones(part.shape[-2])
+    counts = ones if counts is None else counts.to(total.dtype)
+    for place, answer in _blocks(part, lambda p, query, key, columns: p):
+        answer = (counts[..., place.rows, None] * answer).sum(-2)
         total = total + _placed(answer, place.columns, part.shape[-1])
     return total
 
@@ -207,16 +220,16 @@ def heatmap(part: Part, size: int) -> Float[Tensor, "... heads height width"]:
     """The weights averaged to at most size x size cells."""
     height, width = (min(size, max(n, 1)) for n in part.shape[-2:])
     total = _room(part, (*part.shape[:-2], height, width))
-    down, across = (_cells(n, cells, total) for n, cells in zip(part.shape[-2:], (height, width), strict=True))
+    down, across = (cells(n, number, total) for n, number in zip(part.shape[-2:], (height, width), strict=True))
     for place, answer in _blocks(part, lambda p, query, key, columns: p @ across[columns]):
         total = total + down[place.rows].T @ answer
     return total
 
 
-def _cells(items: int, cells: int, like: Tensor) -> Float[Tensor, "items cells"]:
-    """A matrix that averages items in `cells` equal groups."""
-    group = torch.arange(items, device=like.device) * cells // max(items, 1)
-    member = (group[:, None] == torch.arange(cells, device=like.device)).to(like.dtype)
+def cells(items: int, number: int, like: Tensor) -> Float[Tensor, "items cells"]:
+    """A matrix that averages items in `number` equal groups."""
+    group = torch.arange(items, device=like.device) * number // max(items, 1)
+    member = (group[:, None] == torch.arange(number, device=like.device)).to(like.dtype)
     return member / member.sum(0).clamp(min=1)
 
 

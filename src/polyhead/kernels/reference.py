@@ -48,7 +48,7 @@ def scores(
     head = torch.arange(number, device=device) if heads is None else heads
     row = torch.arange(rows, device=device) if queries is None else queries
     begin, end = (0, keys) if span is None else span
-    q = _chosen(_chosen(call.q, -3, heads), -2, queries)
+    q = chosen(chosen(call.q, -3, heads), -2, queries)
     k = call.k if span is None else call.k[..., begin:end, :]
     k = to_heads(k, number) if heads is None else k.index_select(-3, heads // (number // k.shape[-3]))
     wide = torch.promote_types(q.dtype, torch.float32)
@@ -56,14 +56,14 @@ def scores(
         s: Tensor = call.score(q.to(wide), k.to(wide))
     key, position = torch.arange(begin, end, device=device), row[:, None] + (keys - rows)
     if call.table is not None:
-        s = s + _chosen(call.table, -2, heads).to(wide)[..., key - position + (keys - 1)]
+        s = s + chosen(call.table, -2, heads).to(wide)[..., key - position + (keys - 1)]
     if call.bias is not None:
         bias = call.bias if call.bias.shape[-1] == 1 else call.bias[..., begin:end]
-        s = s + _chosen(_chosen(bias, -3, heads), -2, queries).to(wide)
+        s = s + chosen(chosen(bias, -3, heads), -2, queries).to(wide)
     return s.masked_fill(~call.over.allows(head[:, None, None], position, key), -torch.inf)
 
 
-def _chosen(x: Tensor, axis: int, index: Tensor | None) -> Tensor:
+def chosen(x: Tensor, axis: int, index: Tensor | None) -> Tensor:
     """`x` at `index`, unless it is the same for all."""
     if index is None or x.dim() < -axis or x.shape[axis] == 1:
         return x
@@ -82,7 +82,7 @@ def weights(
     """
     p, lse = softmax(scores(call, queries, heads, span))
     if call.sink is not None:
-        p = p * through_sink(lse, _chosen(call.sink, -1, heads))
+        p = p * through_sink(lse, chosen(call.sink, -1, heads))
     return p
 
 

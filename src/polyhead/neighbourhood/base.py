@@ -61,16 +61,22 @@ class Neighbourhood(ABC):
         key = torch.arange(sizes.keys, device=device)
         return self.allows(head, query, key)
 
-    def on_pairs(self, query: Int[Tensor, " pairs"], key: Int[Tensor, " pairs"]) -> Bool[Tensor, "pairs ..."]:
-        """`allows` for a list of pairs, in the first head."""
-        head = torch.zeros(1, 1, 1, dtype=torch.long, device=key.device)
-        one = lambda query, key: self.allows(head, query.view(1, 1), key.view(1))
+    def on_pairs(
+        self, query: Int[Tensor, " pairs"], key: Int[Tensor, " pairs"], heads: int = 1
+    ) -> Bool[Tensor, "... pairs"]:
+        """`allows` for a list of pairs, in the first so many heads; an axis for these only where they differ."""
+        head = torch.arange(heads, device=key.device)[:, None, None]
+        one = lambda query, key: self.allows(head, query.view(1, 1), key.view(1))[..., 0, 0]
         allowed: Tensor = torch.vmap(one, chunk_size=1 << 16)(query, key)
-        return allowed
+        return allowed.movedim(0, -1)
 
     def filtered(self, other: Neighbourhood) -> Neighbourhood | None:
         """What a list of pairs is once another neighbourhood has had its say; None for what is no list."""
         return None
+
+    def rows(self, batch: tuple[int, ...], at: tuple[slice, ...]) -> Neighbourhood:
+        """This neighbourhood in some rows of a batch."""
+        return Rows(self, batch, at)
 
     def within(self, self_attention: bool) -> Neighbourhood:
         """This neighbourhood where the queries are known to be keys too, or known not to be."""
@@ -190,11 +196,18 @@ class Mask(Neighbourhood):
             keep = keep.index_select(-3, head.flatten())
         return keep
 
+    def on_pairs(self, query: Tensor, key: Tensor, heads: int = 1) -> Tensor:
+        queries, keys = self.keep.shape[-2:]
+        return self.keep[..., :heads, (query - (keys - queries)).clamp(0, queries - 1), key]
+
     def interval(self, queries: int, keys: int, device: torch.device) -> Interval:
         # (..., queries, keys) without the heads: a key is in reach if any head may see it
         keep = self.keep.any(-3)
         keep = keep.expand(*keep.shape[:-2], queries, keys)
         return hull(keep)
+
+    def rows(self, batch: tuple[int, ...], at: tuple[slice, ...]) -> Neighbourhood:
+        return Mask(self.keep.expand(*batch, *self.keep.shape[-3:])[at]) if self.keep.dim() > 3 else self
 
 
 class Both(Neighbourhood):
@@ -210,6 +223,12 @@ class Both(Neighbourhood):
         allowed = self.parts[0].allows(head, query, key)
         for part in self.parts[1:]:
             allowed = allowed & part.allows(head, query, key)
+        return allowed
+
+    def on_pairs(self, query: Tensor, key: Tensor, heads: int = 1) -> Tensor:
+        allowed = self.parts[0].on_pairs(query, key, heads)
+        for part in self.parts[1:]:
+            allowed = allowed & part.on_pairs(query, key, heads)
         return allowed
 
     def check(self, sizes: Sizes) -> None:
@@ -230,6 +249,9 @@ class Both(Neighbourhood):
         known = [real for part in self.parts if (real := part.real_queries(shape)) is not None]
         return torch.stack(known).all(0) if known else None
 
+    def rows(self, batch: tuple[int, ...], at: tuple[slice, ...]) -> Neighbourhood:
+        return Both(*(part.rows(batch, at) for part in self.parts))
+
     def within(self, self_attention: bool) -> Neighbourhood:
         return Both(*(part.within(self_attention) for part in self.parts))
 
@@ -243,17 +265,21 @@ class Rows(Neighbourhood):
     tensors = ("over",)
 
     def __init__(self, over: Neighbourhood, batch: tuple[int, ...], rows: tuple[slice, ...]) -> None:
-        self.over, self.batch, self.rows = over, batch, rows
+        self.over, self.batch, self.at, self.exact = over, batch, rows, over.exact
 
     def allows(self, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         allowed = self.over.allows(head, query, key)
-        return allowed.expand(*self.batch, *allowed.shape[-3:])[self.rows] if allowed.dim() > 3 else allowed
+        return allowed.expand(*self.batch, *allowed.shape[-3:])[self.at] if allowed.dim() > 3 else allowed
+
+    def on_pairs(self, query: Tensor, key: Tensor, heads: int = 1) -> Tensor:
+        allowed = self.over.on_pairs(query, key, heads)
+        return allowed.expand(*self.batch, *allowed.shape[-2:])[self.at] if allowed.dim() > 2 else allowed
 
     def interval(self, queries: int, keys: int, device: torch.device) -> Interval:
         first, stop = self.over.interval(queries, keys, device)
         if first.dim() == 1:
             return first, stop
-        first, stop = (bound.expand(*self.batch, queries)[self.rows] for bound in (first, stop))
+        first, stop = (bound.expand(*self.batch, queries)[self.at] for bound in (first, stop))
         return first, stop
 
     def leaves(self) -> tuple[Tensor, ...]:

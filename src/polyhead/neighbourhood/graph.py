@@ -75,7 +75,7 @@ class Graph(Neighbourhood):
     def allows(self, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return self.on_pairs(query, key)
 
-    def on_pairs(self, query: Tensor, key: Tensor) -> Tensor:
+    def on_pairs(self, query: Tensor, key: Tensor, heads: int = 1) -> Tensor:
         destination = query - (self.sources - self.destinations)
         return torch.isin(destination * self.sources + key, self._codes())
 

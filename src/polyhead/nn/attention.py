@@ -188,7 +188,7 @@ class MultiHeadAttention(nn.Module):
                 f"gate: its shape is {tuple(gate.shape)}; it must be one number a head, ({self.num_heads},)"
             )
         call, live = self._call(query, key, value, over, bias, cache)
-        out = run(call)
+        out, lse = run(call)
         if gate is not None:
             out = out * gate[:, None, None].to(out.dtype)
         if self.combine == "mean":
@@ -202,7 +202,7 @@ class MultiHeadAttention(nn.Module):
             output = output + self.o_bias
         if self.residual:
             output = output + (query if self.r_proj is None else project(self.r_proj, query))
-        return output, Heads(call, Origin(out, None if o_proj is None else o_proj.weight, gate), cache)
+        return output, Heads(call, Origin(out, None if o_proj is None else o_proj.weight, gate, lse), cache)
 
     def explain(
         self,

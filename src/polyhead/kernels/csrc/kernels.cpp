@@ -2,6 +2,7 @@
 #include "forward.hpp"
 #include "gather.hpp"
 #include "gradients.hpp"
+#include "observe.hpp"
 
 #define POLYHEAD_TEXT(x) #x
 #define POLYHEAD_NAME(x) POLYHEAD_TEXT(x)
@@ -15,6 +16,7 @@ const Kernels kernels = {
     [](const Problem &p, const Result &r) { return p.wide ? forward<double>(p, r) : forward<float>(p, r); },
     [](const Problem &p, const Gradients &g) { return p.wide ? backward<double>(p, g) : backward<float>(p, g); },
     [](const GatherSum &g) { return g.wide ? gather_sum<double>(g) : gather_sum<float>(g); },
+    [](const Observation &o) { observe(o); },
 };
 
 }  // namespace POLYHEAD_SET

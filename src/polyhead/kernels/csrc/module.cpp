@@ -22,6 +22,7 @@ const T *in(Pointer p) {
 }
 const void *in(Pointer p) { return reinterpret_cast<const void *>(p); }
 void *out(Pointer p) { return reinterpret_cast<void *>(p); }
+float *out_float(Pointer p) { return reinterpret_cast<float *>(p); }
 int32_t *out_int(Pointer p) { return reinterpret_cast<int32_t *>(p); }
 
 void check(bool done) {
@@ -65,11 +66,23 @@ void backward(int kind, bool wide, int64_t batch, int64_t sources, int64_t desti
     check(kernels_in_use().backward(p, g));
 }
 
-void gather_sum(bool wide, int64_t, int64_t destinations, int64_t width, Pointer v, Pointer first, Pointer source,
+void gather_sum(bool wide, int64_t destinations, int64_t width, Pointer v, Pointer first, Pointer source,
                 Pointer out_, int threads) {
     nb::gil_scoped_release free;
     check(kernels_in_use().gather_sum(
         {wide, destinations, width, in(v), in<int32_t>(first), in<int32_t>(source), out(out_), threads}));
+}
+
+void observe(int64_t heads, int64_t rows, int64_t columns, int64_t queries, int64_t keys, Pointer scores, int64_t column,
+             Pointer first, Pointer stop, Pointer key_bias, Pointer most, Pointer sum, Pointer high, Pointer low, Pointer position,
+             Pointer row_weights, Pointer key_weights, int sums, Pointer row_sums, Pointer chunk_first, int64_t chunks,
+             Pointer column_sums, Pointer top_score, Pointer top_key, int64_t top, int threads) {
+    nb::gil_scoped_release free;
+    kernels_in_use().observe({heads, rows, columns, queries, keys, in<float>(scores), column, in<int32_t>(first),
+                              in<int32_t>(stop), in<float>(key_bias), out_float(most), out_float(sum), in<float>(high),
+                              in<float>(low), in<float>(position), in<float>(row_weights), in<float>(key_weights), sums,
+                              out_float(row_sums), in<int32_t>(chunk_first), chunks, out_float(column_sums),
+                              out_float(top_score), out_int(top_key), top, threads});
 }
 
 std::vector<std::string> set_names() {
@@ -96,7 +109,7 @@ bool has_openmp() {
 }  // namespace
 
 NB_MODULE(_native, m) {
-    m.doc() = "Attention over the edges of a graph, compiled.";
+    m.doc() = "Attention over the edges of a graph, and numbers about heads, compiled.";
     m.def("sort_edges", &sort, "sources"_a, "sources_stride"_a, "destinations"_a, "destinations_stride"_a, "wide"_a,
           "edges"_a, "num_sources"_a, "num_destinations"_a, "first"_a, "source"_a, "edge"_a, "out_first"_a,
           "out_place"_a, "out_destination"_a);
@@ -108,8 +121,11 @@ NB_MODULE(_native, m) {
           "source"_a, "edge"_a, "out_first"_a, "out_place"_a, "out_destination"_a, "out"_a, "lse"_a, "d_out"_a,
           "d_lse"_a, "dq"_a, "dk"_a, "dv"_a, "da"_a, "d_inside"_a, "d_weights"_a, "d_features"_a, "d_map"_a, "factor"_a,
           "dropout"_a, "threshold"_a, "seed"_a, "threads"_a);
-    m.def("gather_sum", &gather_sum, "double"_a, "sources"_a, "destinations"_a, "width"_a, "v"_a, "first"_a, "source"_a,
+    m.def("gather_sum", &gather_sum, "double"_a, "destinations"_a, "width"_a, "v"_a, "first"_a, "source"_a,
           "out"_a, "threads"_a);
+    m.def("observe", &observe, "heads"_a, "rows"_a, "columns"_a, "queries"_a, "keys"_a, "scores"_a, "column"_a, "first"_a,
+          "stop"_a, "key_bias"_a, "most"_a, "sum"_a, "high"_a, "low"_a, "position"_a, "row_weights"_a, "key_weights"_a, "sums"_a,
+          "row_sums"_a, "chunk_first"_a, "chunks"_a, "column_sums"_a, "top_score"_a, "top_key"_a, "top"_a, "threads"_a);
     m.def("instruction_sets", &set_names);
     m.def("instruction_set", [] { return std::string(kernels_in_use().name); });
     m.def("use", &use_set, "name"_a);

@@ -50,7 +50,7 @@ inline Part part_of(const int32_t *first, int64_t nodes, int64_t index, int64_t 
     return part;
 }
 
-// Work on all nodes. `work` has:
+// Work on all nodes: `work.whole` for a node within a part, `piece` for one that a boundary cuts, then `merge` and `finish`.
 template <class Work>
 void over_parts(Work &work, const int32_t *first, int64_t nodes, int threads, int (*thread_number)()) {
     const int64_t parts = count_parts(first[nodes]);

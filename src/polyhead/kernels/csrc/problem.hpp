@@ -40,12 +40,37 @@ struct GatherSum {
     int threads;
 };
 
-// Every entry returns false when there is no memory for its scratch.
+// A block of scores (heads, rows, columns) of `queries` x `keys`. What belongs to queries is (heads, queries, …), to keys
+// (heads, …, keys), and is given from the block's first row, or column, on.
+struct Observation {
+    int64_t heads, rows, columns, queries, keys;
+    const float *scores;
+    int64_t column;                // the number of the first key
+    const int32_t *first, *stop;   // (rows): the keys of each row, by number
+    const float *key_bias;         // added to the scores
+    float *most, *sum;             // of each query; where they are wanted, nothing else is found out
+    const float *high, *low;       // the log-sum-exp of each query, in two parts: their sum
+    const float *position;         // (rows)
+    const float *row_weights;      // what a row counts in the sums of columns
+    const float *key_weights;      // (heads, sums, keys)
+    int sums;                      // at most 4
+    float *row_sums;               // (heads, queries, 2 + sums): entropy, distance, weighted sums
+    const int32_t *chunk_first;    // (chunks + 1): rows whose columns are summed together
+    int64_t chunks;
+    float *column_sums;            // (heads, chunks, columns)
+    float *top_score;              // (heads, queries, top), and the keys
+    int32_t *top_key;
+    int64_t top;
+    int threads;
+};
+
+// Every entry that can fail returns false when there is no memory for its scratch.
 struct Kernels {
     const char *name;
     bool (*forward)(const Problem &, const Result &);
     bool (*backward)(const Problem &, const Gradients &);
     bool (*gather_sum)(const GatherSum &);
+    void (*observe)(const Observation &);
 };
 
 }  // namespace polyhead
