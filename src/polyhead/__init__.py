@@ -2,6 +2,7 @@
 
 from polyhead.attend import Explanation, attend, attention_weights, explain
 from polyhead.heads import Heads
+from polyhead.inspection import capture
 from polyhead.neighbourhood import Causal, Dense, Graph, Mask, Neighbourhood, Padding, Segments, Window
 from polyhead.nn import KeyValueCache, MultiHeadAttention
 from polyhead.position import ALiBi, Position, RelativeBias, Rotary
@@ -32,5 +33,6 @@ __all__ = [
     "Window",
     "attend",
     "attention_weights",
+    "capture",
     "explain",
 ]

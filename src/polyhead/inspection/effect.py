@@ -1,0 +1,201 @@
+"""What is lost without a head: heads taken out one by one, all in a row, or asked by their gradients.
+
+All of it is about a loss: any function without arguments that calls the model and returns one number. `causal_lm`,
+`masked_lm` and `embedding_change` make such functions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from polyhead.inspection.capture import NOTHING_SEEN, Seen, capture
+
+Loss = Callable[[], Tensor]
+Ablation = Literal["zero", "mean"]
+Progress = Callable[[Sequence[Any]], Iterable[Any]]
+
+
+class Head(NamedTuple):
+    """One head of a model: the name of its attention, as `capture` gives it, and its number."""
+
+    name: str
+    head: int
+
+
+class Effect(NamedTuple):
+    """What a loss is with all heads, and how much more it is without each."""
+
+    base: float
+    # by the name of the attention
+    without: dict[str, Float[Tensor, " heads"]]
+
+    def ranked(self) -> list[Head]:
+        """All heads, the one that is missed least first."""
+        return ranked(self.without)
+
+
+def ablate(model: nn.Module, loss: Loss, by: Ablation = "zero", progress: Progress | None = None) -> Effect:
+    """Take out each head of a model in turn: how much does the loss grow?
+
+    Args:
+        model: whose heads; any that `capture` sees.
+        loss: calls the model and returns its loss, a tensor of one number.
+        by: `"zero"` puts zeros in the place of the head's output; `"mean"` its mean over all queries, which leaves what the next
+            layers are used to.
+        progress: wraps the list of heads, as `rich.progress.track` and `tqdm` do.
+    """
+    off = _off(by)
+    with torch.no_grad():
+        sizes, base = _looked_at(model, loss)
+        without = {name: torch.full((heads,), math.nan) for name, heads in sizes.items()}
+        every = [Head(name, head) for name, heads in sizes.items() for head in range(heads)]
+        # nothing is recorded: only the change is wanted
+        with capture(model, layers=[]) as seen:
+            for name, head in every if progress is None else progress(every):
+                change = seen.edit(name, partial(off, [head]))
+                without[name][head] = _number(loss()) - base
+                change.remove()
+    return Effect(base, without)
+
+
+def importance(model: nn.Module, loss: Loss) -> dict[str, Float[Tensor, " heads"]]:
+    """How much each head matters by its gradient (Michel 2019): E|⟨z, ∂L/∂z⟩| of its output z, over a layer's norm.
+
+    One forward and one backward pass for all heads. The mean is over the rows of the batch.
+    """
+    gates: dict[str, Tensor] = {}
+
+    def gated(name: str) -> Callable[[Tensor], Tensor]:
+        def change(out: Tensor) -> Tensor:
+            gate = torch.ones(*out.shape[:-2], 1, 1, dtype=out.dtype, device=out.device, requires_grad=True)
+            gates[name] = gate
+            return out * gate
+
+        return change
+
+    with torch.no_grad():
+        names, _ = _looked_at(model, loss)
+    with torch.enable_grad(), capture(model, layers=[]) as seen:
+        for name in names:
+            seen.edit(name, gated(name))
+        value = loss()
+        # ∂L/∂gate = ⟨z, ∂L/∂z⟩
+        gradients = torch.autograd.grad(value, [gates[name] for name in names])
+    by_head = (gradient[..., 0, 0].abs().flatten(0, -2).mean(0) if gradient.dim() > 3 else gradient[..., 0, 0].abs()
+               for gradient in gradients)  # fmt: skip
+    return {name: score.detach() / score.norm().clamp(min=1e-30) for name, score in zip(names, by_head, strict=True)}
+
+
+def ranked(scores: dict[str, Float[Tensor, " heads"]]) -> list[Head]:
+    """All heads by their scores, the lowest first: the order in which they are missed least."""
+    every = [(float(score), Head(name, number)) for name, heads in scores.items() for number, score in enumerate(heads)]
+    return [head for _, head in sorted(every, key=lambda pair: pair[0])]
+
+
+def prune(
+    model: nn.Module, loss: Loss, order: Sequence[Head], by: Ablation = "zero", progress: Progress | None = None
+) -> list[float]:
+    """Take out one head after the other, in this order: the loss with 0, 1, 2, … heads gone."""
+    off, gone, values = _off(by), dict[str, list[int]](), []
+    with torch.no_grad(), capture(model, layers=[]) as seen:
+        values.append(_number(loss()))
+        for name, head in order if progress is None else progress(order):
+            if name not in gone:
+                gone[name] = []
+                seen.edit(name, partial(off, gone[name]))
+            gone[name].append(head)
+            values.append(_number(loss()))
+    return values
+
+
+def _off(by: Ablation) -> Callable[[list[int], Tensor], Tensor]:
+    """Puts nothing, or the mean over all queries of the batch, in the place of some heads' outputs."""
+    if by not in ("zero", "mean"):
+        raise ValueError(f"by: it is {by!r}; it must be 'zero' or 'mean'")
+
+    def off(heads: list[int], out: Float[Tensor, "... heads queries dim"]) -> Float[Tensor, "... heads queries dim"]:
+        changed = out.clone()
+        for head in heads:
+            part = changed[..., head, :, :]
+            part.copy_(part.flatten(0, -2).mean(0) if by == "mean" else torch.zeros_like(part))
+        return changed
+
+    return off
+
+
+def _looked_at(model: nn.Module, loss: Loss) -> tuple[dict[str, int], float]:
+    """The heads that a loss makes use of, and the loss."""
+    with capture(model) as seen:
+        value = _number(loss())
+    if not seen:
+        raise ValueError(f"model: {NOTHING_SEEN}")
+    return {name: _heads(seen, name) for name in seen}, value
+
+
+def _heads(seen: Seen, name: str) -> int:
+    outputs = seen[name].outputs
+    return int(outputs.shape[-3])
+
+
+def _number(loss: Tensor) -> float:
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        given = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+        raise ValueError(f"loss: it returned {given}; it must return a tensor of one number")
+    return float(loss)
+
+
+# ready losses
+
+
+def causal_lm(logits: Callable[[Int[Tensor, "batch tokens"]], Tensor], ids: Int[Tensor, "batch tokens"]) -> Loss:
+    """How badly a model guesses each next token: the mean cross-entropy, in nats.
+
+    Args:
+        logits: ids to logits (batch, tokens, vocabulary).
+        ids: the texts.
+    """
+    return lambda: F.cross_entropy(logits(ids)[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())
+
+
+def masked_lm(
+    logits: Callable[[Int[Tensor, "batch tokens"]], Tensor], ids: Int[Tensor, "batch tokens"], mask_id: int, *,
+    share: float = 0.15, keep: Tensor | None = None, seed: int = 0,
+) -> Loss:  # fmt: skip
+    """How badly a model guesses tokens that are hidden from it: the mean cross-entropy, in nats, of the same ones each time.
+
+    Args:
+        logits: ids to logits (batch, tokens, vocabulary).
+        ids: the texts.
+        mask_id: what stands for a hidden token.
+        share: how many are hidden.
+        keep: True for tokens that are never hidden, such as special ones and padding.
+        seed: which ones.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    hidden = (torch.rand(ids.shape, generator=generator) < share).to(ids.device)
+    hidden = hidden if keep is None else hidden & ~keep
+    if not hidden.any():
+        raise ValueError(
+            f"share: with {share} none of {ids.numel()} tokens is hidden; more of them, or more text, is needed"
+        )
+    masked = ids.masked_fill(hidden, mask_id)
+    return lambda: F.cross_entropy(logits(masked)[hidden].float(), ids[hidden])
+
+
+def embedding_change(embed: Callable[[], Float[Tensor, "... dim"]]) -> Loss:
+    """How far vectors of a model turn from where they were: the mean of 1 − cos, 0 as long as nothing is changed.
+
+    Args:
+        embed: calls the model and returns vectors: one for each text, or for each token.
+    """
+    with torch.no_grad():
+        before = embed().detach().clone()
+    return lambda: 1 - F.cosine_similarity(embed().double(), before.double(), dim=-1).mean()
