@@ -7,7 +7,7 @@ export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_FP16
 .PHONY: demo test bench format sanitize clean
 
 demo: .venv/demo
-	$(BIN)/python -m polyhead demo --out heads.png
+	$(BIN)/python -m polyhead demo --out heads.html
 
 test: .venv/test
 	$(BIN)/ruff check .
@@ -48,4 +48,4 @@ PARTS := pyproject.toml constraints.txt CMakeLists.txt $(wildcard src/polyhead/k
 	touch $@
 
 clean:
-	rm -rf .venv build dist heads.png
+	rm -rf .venv build dist heads.html

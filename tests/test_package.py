@@ -18,7 +18,7 @@ ROOT = Path(__file__).parent.parent
 def test_public_names():
     assert sorted(polyhead.__all__) == [
         "ALiBi", "Causal", "Dense", "Dot", "Explanation", "GAT", "GATv2", "Graph", "Heads", "KeyValueCache", "Mask", "MultiHeadAttention", "Neighbourhood",
-        "Padding", "Position", "RelativeBias", "Rotary", "Score", "Segments", "Window", "attend", "attention_weights", "capture", "explain",
+        "Padding", "Position", "RelativeBias", "Rotary", "Score", "Segments", "Window", "attend", "attention_weights", "capture", "explain", "report",
     ]  # fmt: skip
     assert all(hasattr(polyhead, name) for name in polyhead.__all__)
 
@@ -49,28 +49,9 @@ def run(*arguments, cwd):
     )
 
 
-def test_the_demo(tmp_path):
-    done = run("demo", "--out", "heads.png", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "Output: (2, 10, 512)" in done.stdout
-    assert "Heads:  (2, 8, 10, 10)" in done.stdout
-    assert (tmp_path / "heads.png").read_bytes().startswith(b"\x89PNG")
-    assert [path.name for path in tmp_path.iterdir()] == ["heads.png"]
-
-
-def test_a_picture_that_cannot_be_written(tmp_path):
-    (tmp_path / "heads.png").mkdir()
-    done = run("demo", "--out", "heads.png", cwd=tmp_path)
-    assert done.returncode == 1
-    assert "polyhead demo: cannot write heads.png" in done.stderr
-    done = run("demo", "--out", "missing/heads.png", cwd=tmp_path)
-    assert "polyhead demo: cannot write missing/heads.png: No such file or directory" in done.stderr
-    done = run("demo", "--out", "heads.docx", cwd=tmp_path)
-    assert done.returncode != 0
-    assert "Traceback" not in done.stderr
-
-
-@pytest.mark.parametrize("arguments", [["--version"], ["--help"], ["demo", "--help"]])
+@pytest.mark.parametrize(
+    "arguments", [["--version"], ["--help"], ["demo", "--help"], ["inspect", "--help"], ["doctor"]]
+)
 def test_the_command_line_explains_itself(arguments, tmp_path):
     done = run(*arguments, cwd=tmp_path)
     assert done.returncode == 0

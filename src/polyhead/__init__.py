@@ -2,7 +2,7 @@
 
 from polyhead.attend import Explanation, attend, attention_weights, explain
 from polyhead.heads import Heads
-from polyhead.inspection import capture
+from polyhead.inspection import capture, report
 from polyhead.neighbourhood import Causal, Dense, Graph, Mask, Neighbourhood, Padding, Segments, Window
 from polyhead.nn import KeyValueCache, MultiHeadAttention
 from polyhead.position import ALiBi, Position, RelativeBias, Rotary
@@ -35,4 +35,5 @@ __all__ = [
     "attention_weights",
     "capture",
     "explain",
+    "report",
 ]

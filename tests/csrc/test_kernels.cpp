@@ -8,6 +8,7 @@
 
 #include "dispatch.hpp"
 #include "naive.hpp"
+#include "observe.hpp"
 #include "sort.hpp"
 
 using namespace polyhead;
@@ -215,6 +216,20 @@ void test_gather_sum(const Graph &g, int64_t width) {
     }
 }
 
+void test_observe() {
+    for (int64_t keys : {1, 7, 16, 37, 130})
+        for (int64_t queries : {1, 6, 33})
+            for (int sums : {0, 1, 3, 4})
+                for (int64_t top : {0, 1, 5}) {
+                    const bool odd = (keys + queries + sums + top) % 2;
+                    observed::Problem problem(2, queries, keys, 12, 29, sums, top, odd, !odd, generator);
+                    for (const Kernels *kernels : instruction_sets()) {
+                        std::string wrong = observed::difference(problem, observed::by_blocks(problem, *kernels, 2));
+                        if (!wrong.empty()) fail(std::string(kernels->name) + ", observe: " + wrong);
+                    }
+                }
+}
+
 std::vector<Options> options() {
     std::vector<Options> all(6);
     all[1].batch = 2, all[1].dropout = 0.3, all[1].factor = 1.7, all[1].threads = 1;
@@ -239,6 +254,7 @@ int main() {
         random_graph("one node", 1, 1, 5003),
     };
     test_sort_refuses();
+    test_observe();
     for (const Graph &graph : graphs) {
         test_sort(graph);
         test_gather_sum<float>(graph, 72);

@@ -68,6 +68,20 @@ def test_a_head_without_output_is_a_head_that_is_not_read(torchs, data):
     )
 
 
+@pytest.mark.parametrize("by", ["zero", "mean"])
+@pytest.mark.parametrize("tokens", [4096, 8])
+def test_many_heads_in_one_batch(tokens, by, monkeypatch):
+    """The same numbers as one head at a time, however many fit together."""
+    monkeypatch.setattr(effect, "_TOKENS", tokens)
+    model, table = Model().eval(), torch.randn(9, 12)
+    ids = torch.tensor([3, 1, 4, 1, 5])
+    embed = lambda ids: model(table[ids]).mean(-2)
+    wanted = effect.ablate(model, effect.embedding_change(lambda: embed(ids[None])), by)
+    found = effect.turned(model, embed, ids, by)
+    for name, values in wanted.without.items():
+        assert_close(found.without[name], values, atol=1e-6, rtol=1e-4)
+
+
 def test_the_mean_takes_out_what_varies(data):
     """A head that gives every query the same loses nothing by its mean, and something by zeros."""
     model = Model().eval()

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 
 import polyhead
-from polyhead.cli import demo, doctor
+from polyhead.cli import demo, doctor, inspect
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -14,6 +14,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="polyhead", description="Multi-head attention whose heads you can see.")
     parser.add_argument("--version", action="version", version=f"polyhead {polyhead.__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
+    inspect.add(commands)
     demo.add(commands)
     doctor.add(commands)
     chosen = parser.parse_args(arguments)

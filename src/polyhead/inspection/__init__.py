@@ -2,6 +2,8 @@
 
 from polyhead.inspection.capture import Captured, Seen, capture
 from polyhead.inspection.kept import METRICS, Kept
+from polyhead.inspection.report import Page, report
 from polyhead.inspection.rollout import rollout
+from polyhead.inspection.words import Text
 
-__all__ = ["METRICS", "Captured", "Kept", "Seen", "capture", "rollout"]
+__all__ = ["METRICS", "Captured", "Kept", "Page", "Seen", "Text", "capture", "report", "rollout"]

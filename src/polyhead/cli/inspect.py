@@ -1,0 +1,244 @@
+"""`polyhead inspect`: what the heads of a model do in a text, as a page and as one screen of findings."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import webbrowser
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from polyhead.inspection import corpus, effect, findings
+from polyhead.inspection.capture import NOTHING_SEEN, Seen, capture
+from polyhead.inspection.find import Subject, find
+from polyhead.inspection.here import here
+from polyhead.inspection.loading import Loaded, load
+from polyhead.inspection.report import report
+from polyhead.inspection.roles import NO_ROLE, ROLES, Card, Found
+from polyhead.inspection.words import Text
+from polyhead.models import Tokens
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+# What everybody's example says of its sentence: which word looks at which.
+EXAMPLE = "The cat that I saw yesterday ran away"
+_TAUGHT = (("cat", "ran"), ("ran", "cat"), ("that", "saw"), ("cat", "The"), ("ran", "away"))
+# A forward pass for each head is worth a wait for so many tokens.
+_EFFECT_TOKENS = 128
+_ROWS = 20
+
+
+def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Declare the subcommand."""
+    parser = commands.add_parser("inspect", help="show what the heads of a model do in a text")
+    parser.add_argument("text", nargs="?", help="the text to read")
+    parser.add_argument("--file", type=Path, metavar="F", help="read the text from a file")
+    parser.add_argument(
+        "--model",
+        metavar="M",
+        help="a folder, an installed package, or an id that transformers knows (default: MiniLM-L6)",
+    )
+    options(parser)
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    """What `inspect` and `demo` share."""
+    add = parser.add_argument
+    add("--out", type=Path, default=Path("heads.html"), metavar="PAGE", help="the page (default: %(default)s)")
+    add("--open", action="store_true", help="open the page in the browser")
+    add("--all", action="store_true", help="print every head, not only those with a role")
+    add("--treebank", type=Path, metavar="F", help="measure roles on the sentences of a CoNLL-U file (.gz too)")
+    add("--gap", type=Path, metavar="F", help="measure coreference on a GAP file (.tsv, .gz too)")
+    add("--pairs", type=Path, metavar="F", help="measure pairs of your own: see docs/roles.md")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Read, measure, write the page, print the findings."""
+    try:
+        from rich.console import Console
+    except ImportError:
+        sys.exit("polyhead inspect: findings are printed with rich: pip install 'polyhead[inspect]'")
+    try:
+        _inspect(arguments, Console(stderr=True), Console())
+    except (ImportError, OSError, ValueError) as error:
+        # a ValueError of ours says which argument, an OSError which file
+        sys.exit(f"polyhead inspect: {error}")
+
+
+def _inspect(arguments: argparse.Namespace, busy: Console, console: Console) -> None:
+    written = _text(arguments)
+    _check_out(arguments.out)
+    with busy.status("Loading the model …"):
+        loaded = load(arguments.model)
+    tokens = loaded.tokenizer(written)
+    if not tokens.words:
+        raise ValueError("text: there is no word in it; the model would read nothing but special tokens")
+    subject = Subject.of(loaded.model, loaded.tokenizer)
+    notes = []
+    if subject.positions is not None and len(tokens) > subject.positions:
+        kept = tokens.shortened(subject.positions)
+        notes.append(f"{len(kept):,} of {len(tokens):,} tokens were kept: {loaded.name} reads no more.")
+        tokens = kept
+    text = Text(tokens.pieces, tokens.word_of, tokens.words)
+    with busy.status("Reading …"), torch.no_grad(), capture(loaded.model) as seen:
+        loaded.model(tokens.ids[None])
+    if not seen:
+        raise ValueError(f"model: {NOTHING_SEEN}")
+    found = _found(arguments, subject, seen, text, busy)
+    found = _with_effects(found, loaded, tokens, busy)
+    notes += found.notes
+    told = ["The effect of removing a head is how far the text's vector turns without it: 1 − cos."]
+    first = findings.star(found)
+    sentence, rest = findings.sentence(first), findings.resting(seen, text)
+    with busy.status("Writing the page …"):
+        report(
+            seen, arguments.out, texts=text, title=_short(written), finding=sentence,
+            star=None if first is None else (first.layer, first.head), cards=found.cards,
+            notes=[*notes, *told, *([] if rest is None else [str(rest)])], roles={role.name: role.meaning for role in ROLES},
+        )  # fmt: skip
+    _print(console, arguments, seen, text, found, sentence, rest, notes)
+    console.print(f"\nThe page: [bold]{arguments.out}[/bold]", highlight=False, soft_wrap=True)
+    if arguments.open:
+        webbrowser.open(arguments.out.resolve().as_uri())
+
+
+def _text(arguments: argparse.Namespace) -> str:
+    if (arguments.text is None) is (arguments.file is None):
+        raise ValueError('text: pass a text, polyhead inspect "…", or one file, --file F')
+    text = arguments.text if arguments.file is None else _read(arguments.file)
+    if not text.strip():
+        raise ValueError("text: it is empty; there must be a word at the least")
+    return text
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: it is no text in UTF-8: {error.reason} at byte {error.start}") from error
+
+
+def _check_out(path: Path) -> None:
+    """Say at once that a page cannot be written, and not after all the work."""
+    if path.is_dir():
+        raise ValueError(f"out: {path} is a folder; it must be a file, such as {path / 'heads.html'}")
+    if not path.parent.is_dir():
+        raise ValueError(f"out: there is no folder {path.parent}")
+    if not os.access(path.parent, os.W_OK):
+        raise ValueError(f"out: {path.parent} cannot be written to")
+
+
+def _found(arguments: argparse.Namespace, subject: Subject, seen: Seen, text: Text, busy: Console) -> Found:
+    """The roles of the model's heads, with their strongest pairs in this text."""
+    sentences = None if arguments.treebank is None else corpus.some(corpus.treebank(arguments.treebank))
+    gap = () if arguments.gap is None else corpus.gap(arguments.gap)
+    pairs = () if arguments.pairs is None else corpus.own_pairs(arguments.pairs)
+    found = find(subject, sentences=sentences, gap=gap, pairs=pairs, progress=_bar(busy, "Measuring roles"))
+    return here(found, seen, text, sentence=corpus.known(text.words))
+
+
+def _with_effects(found: Found, loaded: Loaded, tokens: Tokens, busy: Console) -> Found:
+    """The cards with what the text's vector loses when the head is taken out."""
+    if len(tokens) > _EFFECT_TOKENS:
+        return found
+    vector = lambda ids: _hidden(loaded.model(ids)).mean(-2)
+    with busy.status("Taking heads out …"):
+        lost = effect.turned(loaded.model, vector, tokens.ids)
+    by_layer = list(lost.without.values())
+    changed = lambda card: card._replace(effect=float(by_layer[card.layer][card.head]))
+    return Found([changed(card) for card in found.cards], found.measured, found.notes)
+
+
+def _hidden(output: Any) -> torch.Tensor:
+    """The hidden states of a model of ours, or of transformers'."""
+    return output if isinstance(output, torch.Tensor) else output[0]
+
+
+def _bar(busy: Console, what: str) -> Any:
+    from rich.progress import track
+
+    def wrapped(items: Sequence[Any]) -> Iterable[Any]:
+        return track(items, f"{what} …", console=busy, transient=True)
+
+    return wrapped
+
+
+def _short(text: str, most: int = 80) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= most else text[: most - 1] + "…"
+
+
+# the screen
+
+
+def _print(
+    console: Console, arguments: argparse.Namespace, seen: Seen, text: Text, found: Found, sentence: str,
+    rest: findings.Resting | None, notes: Sequence[str],
+) -> None:  # fmt: skip
+    """One screen: the finding, the roles with their strongest pairs, what special tokens hide, what the textbook says."""
+    console.print(f"[bold]{sentence}[/bold]", highlight=False)
+    console.print()
+    if arguments.all:
+        console.print(_every_head(found))
+    else:
+        console.print(_roles(found))
+    number = len({(card.layer, card.head) for card in found.measured})
+    console.print(f"{len(found.without_role)} of {number} heads have {NO_ROLE}.", highlight=False)
+    for line in (*([] if rest is None else [str(rest)]), *notes):
+        console.print(line, highlight=False)
+    if " ".join(text.words) == EXAMPLE:
+        console.print("\nWhat textbooks say of this sentence, and where it is most so:", highlight=False)
+        # of a head with one word for all, a single pair says nothing
+        everybody = {card.name: card.pair[1] for card in found.of_role("one word for all") if card.pair}
+        for pair in findings.strongest(seen, text, _TAUGHT):
+            verdict = "yes" if pair.weight > 0.5 else "hardly" if pair.weight > 0.2 else "no"
+            if everybody.get(pair.head) == pair.at:
+                verdict = "only as nearly all words do there"
+            console.print(
+                f"  {pair.looks} looks at {pair.at}: {verdict}, {pair.weight:.2f} at most ({pair.head})",
+                highlight=False,
+            )
+
+
+def _roles(found: Found) -> Any:
+    """A line a role: its best head, held against the baseline, and the strongest pair in this text."""
+    table = _table("role", "head", "score", "baseline", "strongest here")
+    rows = [(role, found.of_role(role)) for role in dict.fromkeys(card.role for card in found.cards)]
+    order = {role.name: number for number, role in enumerate(ROLES)}
+    for role, cards in sorted(rows, key=lambda row: order.get(row[0], len(order)))[:_ROWS]:
+        more = f" and {len(cards) - 1} more" if len(cards) > 1 else ""
+        score, _, baseline, _, pair = _numbers(cards[0])
+        table.add_row(role, cards[0].name + more, score, baseline, pair)
+    return table
+
+
+def _every_head(found: Found) -> Any:
+    table = _table("head", "role", "score", "95 %", "baseline", "without it", "strongest here")
+    for place in sorted({(card.layer, card.head) for card in found.measured}):
+        cards = found.of_head(*place)
+        for card in cards:
+            table.add_row(card.name, card.role, *_numbers(card))
+        if not cards:
+            table.add_row(f"L{place[0]}H{place[1]}", NO_ROLE)
+    return table
+
+
+def _numbers(card: Card) -> list[str]:
+    pair = "" if card.pair is None else f"{card.pair[0]} → {card.pair[1]} {card.pair[2]:.2f}"
+    lost = "" if card.effect is None else f"{card.effect:.4f}"
+    return [f"{card.score:.2f}", f"{card.low:.2f}-{card.high:.2f}", f"{card.baseline:.2f}", lost, pair]
+
+
+def _table(*columns: str) -> Any:
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="right" if 1 < number < len(columns) - 1 else "left", no_wrap=True)
+    return table

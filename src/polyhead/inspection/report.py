@@ -1,0 +1,175 @@
+"""The report: one page of HTML that shows what heads do, opens from disk and asks the network for nothing."""
+
+from __future__ import annotations
+
+import html
+import json
+import os
+from collections.abc import Iterable, Mapping
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from polyhead.heads import Heads
+from polyhead.inspection.record import EDGES, Blobs, Layer, layer_of, layers_record, telling
+from polyhead.inspection.roles import Card
+from polyhead.inspection.words import Text
+
+Texts = Text | tuple[Text, Text]
+# In the order in which they are joined: each uses what stands before it.
+_SCRIPTS = (
+    "data.js", "colour.js", "state.js", "levels.js", "draw.js", "mosaic.js", "sentence.js", "heat.js", "head.js", "how.js",
+    "vectors.js", "graph.js", "export.js", "keys.js", "main.js",
+)  # fmt: skip
+
+
+class Page:
+    """A page of HTML, whole in itself. At the end of a notebook's cell it shows itself, in a frame of its own."""
+
+    def __init__(self, text: str) -> None:
+        self.html = text
+
+    def write(self, path: str | os.PathLike[str]) -> None:
+        """Write the page whole or not at all: where it fails, an older file stays as it was."""
+        path = Path(path)
+        unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+        try:
+            unfinished.write_text(self.html, encoding="utf-8")
+            unfinished.replace(path)
+        finally:
+            unfinished.unlink(missing_ok=True)
+
+    def _repr_html_(self) -> str:
+        return (
+            f'<iframe srcdoc="{html.escape(self.html)}" sandbox="allow-scripts allow-downloads" title="Attention heads" '
+            'style="width:100%;height:860px;border:1px solid #8884;border-radius:8px"></iframe>'
+        )
+
+
+@torch.no_grad()
+def report(
+    heads: Heads | Mapping[str, Heads],
+    path: str | os.PathLike[str] | None = None,
+    *,
+    texts: Texts | Mapping[str, Texts] | None = None,
+    title: str | None = None,
+    finding: str | None = None,
+    star: tuple[int, int] | None = None,
+    cards: Iterable[Card] = (),
+    notes: Iterable[str] = (),
+    roles: Mapping[str, str] | None = None,
+    batch: int = 0,
+) -> Page:
+    """A page that shows these heads, written to `path` where one is given.
+
+    Args:
+        heads: one view, or views by the names of their layers, in the layers' order.
+        path: where the page goes.
+        texts: what was read: a `Text`; a pair for cross-attention, that of the queries and that of the keys; or one of these by
+            the names of the layers. Without it tokens, or nodes of a graph, are called by their numbers.
+        title: what the page is called.
+        finding: one plain sentence, shown above all.
+        star: the layer and the head that are shown first.
+        cards: what was found of heads.
+        notes: what a reader has to know besides.
+        roles: a sentence of explanation for each role.
+        batch: which row of the batch is shown.
+
+    Raises:
+        ValueError: where there is nothing to show, or where texts, star or cards do not fit the heads.
+        OSError: where the path cannot be written; an older file stays as it was.
+    """
+    named = {"attention": heads} if isinstance(heads, Heads) else dict(heads)
+    if not named:
+        raise ValueError("heads: it is empty; there is no attention to show")
+    layers = []
+    for number, (name, view) in enumerate(named.items()):
+        if not isinstance(view, Heads):
+            raise ValueError(
+                f"heads: {name!r} is {type(view).__name__}; it must be a Heads (capture without metrics gives them)"
+            )
+        given = texts.get(name) if isinstance(texts, Mapping) else texts
+        layers.append(layer_of(number, name, view, batch, _fitting(name, view, given)))
+    cards, notes = list(cards), list(notes)
+    known = {(layer.number, head) for layer in layers for head in layer.heads}
+    if star is not None and star not in known:
+        raise ValueError(f"star: there is no L{star[0]}H{star[1]} among {len(layers)} layers")
+    for card in cards:
+        if (card.layer, card.head) not in known:
+            raise ValueError(f"cards: there is no {card.name} among {len(layers)} layers")
+    blobs = Blobs()
+    first = [*([star] if star else []), *((card.layer, card.head) for card in cards)]
+    records = layers_record(layers, first, blobs)
+    if not first:
+        ranks = {(r["number"], head): telling(r, head) for r in records for head in r["heads"]}
+        first = [max(ranks, key=lambda pair: ranks[pair])]
+    for record in records:
+        if record.get("edges", 0) > EDGES:
+            notes.append(f"{record['name']}: the {EDGES:,} strongest of {record['edges']:,} edges were kept.")
+    content = {
+        "title": title or "Attention heads", "finding": finding, "star": first[0], "notes": notes,
+        "roles": dict(roles or {}), "cards": [_card(card) for card in cards], **_named_texts(layers, records),
+    }  # fmt: skip
+    page = Page(_joined(content, blobs))
+    if path is not None:
+        page.write(path)
+    return page
+
+
+def _fitting(name: str, view: Heads, given: Texts | None) -> tuple[Text | None, Text | None]:
+    """The texts of a layer's queries and keys."""
+    part = view._part
+    queries, keys = len(part.numbers("queries")), len(part.numbers("keys"))
+    if given is None:
+        # one and the same nobody stands for one text, two for two
+        return None, None
+    rows, columns = (given, given) if isinstance(given, Text) else given
+    if rows is columns and len(columns.pieces) == keys > queries:
+        # with a cache the queries are the last keys
+        begin = keys - queries
+        rows = Text(rows.pieces[begin:], rows.word_of[begin:], rows.words)
+    for text, number, what in ((rows, queries, "queries"), (columns, keys, "keys")):
+        if len(text.pieces) != number:
+            raise ValueError(f"texts: {name!r} has {number} {what}, but the text has {len(text.pieces)} pieces")
+        if len(text.word_of) != number:
+            raise ValueError(f"texts: {len(text.word_of)} pieces have a word, but there are {number}")
+    return rows, columns
+
+
+def _card(card: Card) -> dict[str, Any]:
+    return {**card._asdict(), "name": card.name}
+
+
+def _named_texts(layers: list[Layer], records: list[dict[str, Any]]) -> dict[str, Any]:
+    """The layers, each with the numbers of its texts, and the texts, each once."""
+    texts: list[Text] = []
+    for layer, record in zip(layers, records, strict=True):
+        for side, text in (("rows", layer.rows), ("columns", layer.columns)):
+            if text is not None and text not in texts:
+                texts.append(text)
+            record[side] = None if text is None else texts.index(text)
+    return {"texts": [text._asdict() for text in texts], "layers": records}
+
+
+def _joined(content: dict[str, Any], blobs: Blobs) -> str:
+    """The page's parts and its data as one file."""
+    part = lambda name: (files("polyhead.inspection") / "page" / name).read_text(encoding="utf-8")
+    title = html.escape(content["title"])
+    arrays = "\n".join(f'<script type="text/plain" id="blob-{i}">{text}</script>' for i, text in enumerate(blobs.texts))
+    pieces = {
+        "title": title, "style": part("style.css"), "script": "\n".join(part(name) for name in _SCRIPTS),
+        "record": _inert(content), "arrays": arrays,
+    }  # fmt: skip
+    # in one walk, so that nothing that was put in is looked at again
+    before, *rest = part("page.html").split("{{")
+    return before + "".join(pieces[name] + after for name, after in (piece.split("}}", 1) for piece in rest))
+
+
+def _inert(content: dict[str, Any]) -> str:
+    """JSON that no text in it can break out of: nothing in it reads as a tag, a comment or the end of a line."""
+    text = json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    for sign in "<>&\u2028\u2029":
+        text = text.replace(sign, f"\\u{ord(sign):04x}")
+    return text

