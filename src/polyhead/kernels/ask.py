@@ -158,7 +158,7 @@ def _read(part: Part, question: Question, seen: Observed, moved: Tensor | None, 
             return seen.sums[..., column]
         case "top":
             k = question.about[0]
-            return seen.top[..., :k], seen.top_keys[..., :k].long()
+            return seen.top[..., :k], seen.top_keys[..., :k]
         case "mass":
             at = part.numbers("queries") + (part.call.sizes.keys - part.call.sizes.queries) + question.about[0]
             return _at(part, at, seen, scale)

@@ -129,7 +129,7 @@ def _room(lead: tuple[int, int, int], keys: int, wanted: Wanted) -> Observed:
         heatmap=torch.zeros(batch, heads, *cells),
         scaled_heatmap=torch.zeros(batch, heads, *(cells if wanted.key_scale is not None else (0, 0))),
         top=torch.full((batch, heads, queries, wanted.top), _FAR),
-        top_keys=torch.full((batch, heads, queries, wanted.top), -1, dtype=torch.int32),
+        top_keys=torch.full((batch, heads, queries, wanted.top), -1),
         high=torch.full(lead, -torch.inf),
         low=torch.zeros(lead),
     )

@@ -82,7 +82,7 @@ void observe(int64_t heads, int64_t rows, int64_t columns, int64_t queries, int6
                               in<int32_t>(stop), in<float>(key_bias), out_float(most), out_float(sum), in<float>(high),
                               in<float>(low), in<float>(position), in<float>(row_weights), in<float>(key_weights), sums,
                               out_float(row_sums), in<int32_t>(chunk_first), chunks, out_float(column_sums),
-                              out_float(top_score), out_int(top_key), top, threads});
+                              out_float(top_score), reinterpret_cast<int64_t *>(top_key), top, threads});
 }
 
 std::vector<std::string> set_names() {

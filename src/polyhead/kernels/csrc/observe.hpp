@@ -108,9 +108,9 @@ inline void scan_row(const Rows &rows) {
 }
 
 // The `top` largest of a row so far, the largest first; of equals the first key.
-inline void insert(const Observation &in, int64_t number, float x, int32_t key) {
+inline void insert(const Observation &in, int64_t number, float x, int64_t key) {
     float *score = in.top_score + number * in.top;
-    int32_t *keys = in.top_key + number * in.top;
+    int64_t *keys = in.top_key + number * in.top;
     int64_t at = in.top - 1;
     for (; at > 0 && score[at - 1] < x; --at) score[at] = score[at - 1], keys[at] = keys[at - 1];
     score[at] = x, keys[at] = key;
@@ -119,7 +119,7 @@ inline void insert(const Observation &in, int64_t number, float x, int32_t key) 
 POLYHEAD_INLINE void insert_all(const Observation &in, int64_t number, Lanes x, int64_t column) {
     const float *last = in.top_score + number * in.top + in.top - 1;
     for (int lane = 0; lane < LANES; ++lane)
-        if (x[lane] > *last) insert(in, number, x[lane], int32_t(in.column + column + lane));
+        if (x[lane] > *last) insert(in, number, x[lane], in.column + column + lane);
 }
 
 // R rows at once, with SUMS sums over weighted keys, and the largest where TOP.

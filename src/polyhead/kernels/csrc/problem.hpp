@@ -59,7 +59,7 @@ struct Observation {
     int64_t chunks;
     float *column_sums;            // (heads, chunks, columns)
     float *top_score;              // (heads, queries, top), and the keys
-    int32_t *top_key;
+    int64_t *top_key;
     int64_t top;
     int threads;
 };
