@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from polyhead.kernels.call import Call
+from polyhead.kernels.fused import flash
 from polyhead.neighbourhood import Causal, Dense, Mask, Neighbourhood
 from polyhead.score import Dot
 
@@ -41,6 +42,38 @@ def from_sdpa(
     if is_causal:
         over = over & _upper_left(q.shape[-2], k.shape[-2], q.device)
     return Call(q, k, v, over, Dot(scale), bias=bias)
+
+
+def with_lse(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> tuple[Tensor, Tensor] | tuple[None, None]:
+    """What `F.scaled_dot_product_attention` gives, and the log-sum-exp, where it would call an operator that knows it."""
+    tensors = (query, key, value)
+    plain = (
+        attn_mask is None and dropout_p == 0 and not (torch.is_grad_enabled() and any(x.requires_grad for x in tensors))
+    )
+    same = (
+        query.dim() == 4
+        and key.shape == value.shape
+        and query.shape[:2] == key.shape[:2]
+        and query.shape[3] == key.shape[3]
+    )
+    on_cpu = all(x.is_cpu and not x.is_nested and x.stride(-1) == 1 and x.numel() for x in tensors)
+    if (
+        not (plain and same and on_cpu)
+        or torch.is_autocast_enabled("cpu")
+        or (is_causal and query.shape[2] != key.shape[2])
+    ):
+        return None, None
+    return flash(*tensors, 0.0, is_causal, scale=scale)
 
 
 def _with_heads(x: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from polyhead.attend import run
 from polyhead.heads import Heads, Metric, Origin
-from polyhead.inspection.calls import from_products, from_sdpa
+from polyhead.inspection.calls import from_products, from_sdpa, with_lse
 from polyhead.inspection.join import Follower
 from polyhead.inspection.kept import Kept
 from polyhead.kernels.call import Call, to_heads
@@ -221,12 +221,14 @@ class _Watch(TorchFunctionMode):
         return self._record(call, out, lse), lse
 
     def _sdpa(self, func: Any, args: Any, kwargs: Any) -> Any:
-        result = func(*args, **kwargs)
+        # with the log-sum-exp, numbers cost one pass less
+        result, lse = (None, None) if self._metrics is None else with_lse(*args, **kwargs)
+        result = func(*args, **kwargs) if result is None else result
         if result.is_nested:
             return result
         call = from_sdpa(*args, **kwargs)
         out = result.reshape(*call.q.shape[:-1], result.shape[-1])
-        return self._record(call, out, None, result)
+        return self._record(call, out, lse, result)
 
     def _torch_module(self, func: Any, args: Any, kwargs: Any) -> Any:
         named = dict(zip(("query", "key", "value", "embed_dim_to_check", "num_heads"), args, strict=False)) | kwargs

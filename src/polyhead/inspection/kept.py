@@ -19,7 +19,7 @@ METRICS: tuple[Metric, ...] = (
     ("mass", "previous"),
     ("mass", "next"),
     ("mass", "first"),
-    ("top", 8),
+    ("top", 5),
     ("heatmap", 64),
     ("contribution", "received"),
     ("contribution", "heatmap", 64),

@@ -10,7 +10,6 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from polyhead.kernels import edge_metrics, metrics, stream
-from polyhead.kernels.call import to_heads
 from polyhead.kernels.edge_metrics import EdgePart
 from polyhead.kernels.metrics import Part
 from polyhead.kernels.reference import chosen
@@ -51,6 +50,8 @@ def mass_question(on: Place, queries: int, keys: int, device: torch.device) -> Q
     return Question("mass", (offset,))
 
 
+# Rows of keys that are gathered at a time.
+_ROWS = 1 << 14
 # What a pass over weights tells of contributions too: they are the weights, times a number for each key.
 _LINEAR = ("received", "mass", "mass_at", "mass_on", "heatmap")
 
@@ -173,9 +174,13 @@ def _at(
     call, heads, keys = part.call, part.heads, part.shape[-1]
     number, position = part.numbers("queries"), part.numbers("queries") + (keys - call.sizes.queries)
     there, at = (at >= 0) & (at < keys), at.clamp(0, keys - 1)
-    q, k = chosen(chosen(call.q, -3, heads), -2, part.queries), chosen(to_heads(call.k, call.sizes.heads), -3, heads)
-    wide = at[..., None].expand(*q.shape[:-1], k.shape[-1])
-    s = call.score.pairs(q.float(), k.gather(-2, wide).float())
+    q, k = chosen(chosen(call.q, -3, heads), -2, part.queries), call.k
+    own = part.numbers("heads") // (call.sizes.heads // k.shape[-3])
+    # some queries at a time: the rows of all of them are as large as the keys themselves
+    few = max(1, _ROWS // max(1, q.shape[:-2].numel()))
+    blocks = (slice(start, start + few) for start in range(0, len(at), few))
+    score = call.score.pairs
+    s = torch.cat([score(q[..., b, :].float(), k[..., own[:, None], at[b], :].float()) for b in blocks], -1)
     if call.table is not None:
         s = s + chosen(call.table, -2, heads).float().gather(-1, (at - position + (keys - 1)).expand(s.shape[-2:]))
     if call.bias is not None:

@@ -16,6 +16,8 @@ from polyhead.score import Dot
 flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 # Beyond this ratio of key to value width, padding the narrower one costs more than the fused kernel saves.
 WIDTHS = 2
+# So many queries take longer than the choice between two ways to call the kernel.
+LONG = 128
 
 
 class Fused:
@@ -47,9 +49,10 @@ class Fused:
         q, k, v = even(call.q, call.k, call.v)
         if len(shape) != 4:
             q, k, v = flat(q), flat(k), flat(v)
-        # autocast would narrow what scaled_dot_product_attention is given, and it hands out no log-sum-exp
-        if q.is_cpu and (call.sink is not None or torch.is_autocast_enabled("cpu")):
+        if q.is_cpu and _wants_operator(call):
             out, lse = flash(q, k, v, 0.0, causal, scale=scale)
+            # who looks at the heads later is spared a pass; gradients do not go through it
+            lse = lse.detach() if call.sink is None else lse
         else:
             grouped = k.shape[1] != shape[-3]
             out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=grouped)
@@ -58,6 +61,16 @@ class Fused:
             out = out.reshape(*shape[:-1], out.shape[-1])
             lse = None if lse is None else lse.reshape(shape[:-1])
         return (out if width >= shape[-1] else out[..., :width]), lse
+
+
+def _wants_operator(call: Call) -> bool:
+    """Whether to call the operator below scaled_dot_product_attention, which hands out the log-sum-exp.
+
+    Autocast would narrow what scaled_dot_product_attention is given. For few tokens its own way is quicker.
+    """
+    if call.sink is not None or torch.is_autocast_enabled("cpu"):
+        return True
+    return call.q.shape[-2] >= LONG and not torch.compiler.is_compiling()
 
 
 def refuses(call: Call) -> str | None:

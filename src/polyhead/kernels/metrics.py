@@ -228,9 +228,13 @@ def heatmap(part: Part, size: int) -> Float[Tensor, "... heads height width"]:
 
 def cells(items: int, number: int, like: Tensor) -> Float[Tensor, "items cells"]:
     """A matrix that averages items in `number` equal groups."""
-    group = torch.arange(items, device=like.device) * number // max(items, 1)
-    member = (group[:, None] == torch.arange(number, device=like.device)).to(like.dtype)
-    return member / member.sum(0).clamp(min=1)
+    item = torch.arange(items, device=like.device)
+    average = like.new_zeros(items, number)
+    if not number:
+        return average
+    group = item * number // max(items, 1)
+    average[item, group] = 1 / group.bincount(minlength=number).clamp(min=1).to(like.dtype)[group]
+    return average
 
 
 def diversity(part: Part) -> Float[Tensor, "... heads heads"]:
