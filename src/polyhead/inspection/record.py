@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from polyhead.heads import Heads, _narrowed
+from polyhead.heads import Heads
 from polyhead.inspection.words import Text
 from polyhead.kernels.edge_metrics import EdgePart
 from polyhead.kernels.reference import scores
@@ -105,7 +105,7 @@ def _one_row(x: Tensor, axes: int) -> Tensor:
 def layer_of(number: int, name: str, heads: Heads, batch: int, texts: tuple[Text | None, Text | None]) -> Layer:
     """A layer of a page, on copies that nothing changes any more."""
     lasting = heads.cpu()
-    part, origin = lasting._part, lasting._origin
+    part = lasting._part
     if part.moved is not None:
         raise ValueError(f"heads: {name!r} is a view on contributions; pass the view itself, the page shows both")
     lead = part.shape[: -len(part.axes)]
@@ -113,10 +113,7 @@ def layer_of(number: int, name: str, heads: Heads, batch: int, texts: tuple[Text
         raise ValueError(f"batch: it is {batch}; {name!r} has {lead.numel()} rows")
     if 0 in part.shape or 0 in (len(part.numbers("queries")), len(part.numbers("keys"))):
         raise ValueError(f"heads: {name!r} has the shape {tuple(part.shape)}; there is nothing to show")
-    at = [slice(int(i), int(i) + 1) for i in np.unravel_index(batch, lead)] if lead else []
-    view = lasting._with(_narrowed(part, at))
-    lse = None if origin.lse is None else origin.lse[tuple(at)]
-    view._origin = origin._replace(outputs=origin.outputs[tuple(at)], lse=lse)
+    view = lasting.row(batch)
     return Layer(number, name, view, part.call.over.exact, *texts)
 
 

@@ -4,44 +4,34 @@ from __future__ import annotations
 
 import copy
 import html as text
-import operator
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from polyhead.heads.origin import WATCHED, WEIGHTS_NEED, Origin, versions
+from polyhead.heads.parts import Index, chosen, narrowed, one, pick
+from polyhead.heads.tensor import AsTensor
 from polyhead.kernels import Call, metrics
 from polyhead.kernels.ask import AnyPart, Place, Question, answers, mass_question
 from polyhead.kernels.edge_metrics import EdgePart
 from polyhead.kernels.metrics import Part
-from polyhead.neighbourhood import Dense, Graph
+from polyhead.neighbourhood import Graph
 from polyhead.picture import html, plot
-from polyhead.score import Dot
 
 if TYPE_CHECKING:
-    import numpy as np
     from matplotlib.figure import Figure
 
-Index = int | slice | Sequence[int] | Tensor
 Metric = str | tuple[Any, ...]
 # What can be measured, and how many arguments it has.
 _METRICS = {"entropy": 0, "distance": 0, "mass": 1, "received": 0, "top": 1, "heatmap": 1, "diversity": 0}
 
 
-class Origin(NamedTuple):
-    """What a view came from besides the attention itself: what the layer made of the heads' outputs."""
-
-    outputs: Float[Tensor, "... heads queries value_dim"]
-    join: Float[Tensor, "out heads_dim"] | None = None
-    gate: Float[Tensor, " heads"] | None = None
-    # the log-sum-exp of the scores, without the sink, where the kernel told
-    lse: Float[Tensor, "... heads queries"] | None = None
-
-
-class Heads:
+class Heads(AsTensor):
     """The weights `(..., heads, queries, keys)` of one attention, before dropout, as a view.
 
     It has the weights' shape, indexes like them and turns into a tensor wherever one is asked for; `heads[0, 3]`
@@ -54,14 +44,10 @@ class Heads:
     def __init__(self, call: Call, origin: Origin, cache: Any = None) -> None:
         self._part: AnyPart = EdgePart(call) if isinstance(call.over, Graph) else Part(call)
         self._origin = origin
-        self._seen = None if torch.compiler.is_compiling() else _versions(call, origin, cache)
+        self._seen = None if torch.compiler.is_compiling() else versions(call, origin, cache)
         self._cache = cache
 
     # what it is
-
-    @property
-    def shape(self) -> torch.Size:
-        return self._part.shape
 
     @property
     def weights(self) -> Float[Tensor, "... heads queries keys"]:
@@ -109,12 +95,25 @@ class Heads:
                 continue
             if axis == "edges" and not isinstance(part, EdgePart):
                 raise ValueError("edges: this attention is not on a graph; choose queries and keys")
-            numbers = _pick(axis, part.numbers(axis), index)
+            numbers = pick(axis, part.numbers(axis), index)
             if isinstance(part, EdgePart) and axis not in part.axes:
                 part = part.ending(axis, numbers)
             else:
-                part = _chosen(part, axis, numbers)
+                part = chosen(part, axis, numbers)
         return self._with(part)
+
+    def row(self, batch: int) -> Heads:
+        """A view on one row of the batch, counted over all batch axes, which stay."""
+        part, origin = self._fresh("v", "outputs", "W_O", "gate"), self._origin
+        lead = self.shape[: -len(part.axes)]
+        if not 0 <= batch < lead.numel():
+            raise ValueError(f"batch: it is {batch}; there are {lead.numel()} rows")
+        at = tuple(one(int(i), n) for i, n in zip(np.unravel_index(batch, lead), lead, strict=True)) if lead else ()
+        view = self._with(narrowed(part, list(at)))
+        lse = None if origin.lse is None else origin.lse[at]
+        view._origin = origin._replace(outputs=origin.outputs[at], lse=lse)
+        view._seen = None if self._seen is None else versions(view._part.call, view._origin, self._cache)
+        return view
 
     @property
     def edge_index(self) -> Int[Tensor, "2 edges"]:
@@ -235,13 +234,7 @@ class Heads:
 
     def _row_maps(self, batch: int, size: int) -> Float[Tensor, "heads height width"]:
         """The heat-maps of one row of the batch."""
-        lead = self.shape[: -len(self._part.axes)]
-        if not 0 <= batch < lead.numel():
-            raise ValueError(f"batch: it is {batch}; there are {lead.numel()} rows")
-        at = torch.unravel_index(torch.tensor(batch), lead) if lead else ()
-        part = _narrowed(self._fresh(), [_slice(int(i), n) for i, n in zip(at, lead, strict=True)])
-        about_all = part._replace(moved=None)
-        maps = answers(about_all, [Question("heatmap", (size,), part.moved is not None)], moved=part.moved)[0].detach()
+        maps = self.row(batch).heatmap(size).detach()
         return maps.reshape(maps.shape[-3:])
 
     # lasting copies
@@ -260,7 +253,7 @@ class Heads:
         return (w.float() if w.dtype == torch.bfloat16 else w).numpy()
 
     def _moved(self, change: Callable[[Tensor], Tensor]) -> Heads:
-        self._fresh(*_WATCHED)
+        self._fresh(*WATCHED)
         lasting: Heads = pytree.tree_map(change, self._with(self._part))
         part = lasting._part
         lasting._part = part._replace(call=part.call._replace(score=copy.deepcopy(part.call.score)))
@@ -272,9 +265,9 @@ class Heads:
         """The part, after making sure that nothing that it and these others need has changed since the call."""
         if self._seen is None:
             return self._part
-        now = _versions(self._part.call, self._origin, self._cache)
-        changed = [name for name, before, after in zip(_WATCHED, self._seen, now, strict=True) if before != after]
-        stale = [name for name in changed if name in _WEIGHTS_NEED or name in also]
+        now = versions(self._part.call, self._origin, self._cache)
+        changed = [name for name, before, after in zip(WATCHED, self._seen, now, strict=True) if before != after]
+        stale = [name for name in changed if name in WEIGHTS_NEED or name in also]
         if stale:
             raise ValueError(
                 f"this view is stale: {', '.join(stale)} changed in place since the attention was computed; "
@@ -290,207 +283,6 @@ class Heads:
     def __getstate__(self) -> dict[str, Any]:
         return self.detach().__dict__
 
-    # as a tensor
-
-    def __getitem__(self, index: Any) -> Tensor:
-        """Part of the weights; numbers and slices compute no more than they name."""
-        given = index if isinstance(index, tuple) else (index,)
-        plain = all(i is Ellipsis or (isinstance(i, (int, slice)) and not isinstance(i, bool)) for i in given)
-        if not plain or len(given) > len(self.shape) + 1 or given.count(Ellipsis) > 1:
-            return self.weights[index]
-        place = given.index(Ellipsis) if Ellipsis in given else len(given)
-        behind = len(given) - place - 1 if Ellipsis in given else 0
-        filled = (*given[:place], *[slice(None)] * (len(self.shape) - place - behind), *given[len(given) - behind :])
-        if len(filled) != len(self.shape):
-            raise IndexError(f"too many indices: {len(given)} for a view of {len(self.shape)} axes")
-        slices = [_slice(i, n) if isinstance(i, int) else i for i, n in zip(filled, self.shape, strict=True)]
-        own = len(self._part.axes)
-        part = _narrowed(self._fresh(), slices[:-own])
-        for axis, s in zip(part.axes, slices[-own:], strict=True):
-            if s != slice(None):
-                part = _chosen(part, axis, part.numbers(axis)[s])
-        w = part.weights().to(self.dtype)
-        return w[tuple(0 if isinstance(i, int) else slice(None) for i in filled)]
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        is_heads = lambda x: isinstance(x, Heads)
-        to_tensor = lambda x: x.weights if isinstance(x, Heads) else x
-        args, kwargs = pytree.tree_map(to_tensor, (tuple(args), kwargs or {}), is_leaf=is_heads)
-        return func(*args, **kwargs)
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
-        array = self.numpy()
-        return array if dtype is None else array.astype(dtype)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_") or not hasattr(Tensor, name):
-            raise AttributeError(f"Heads has no attribute {name!r}")
-        if name.endswith("_"):
-            raise AttributeError(
-                f"Heads is a view that is computed anew: {name}() would change nothing; use heads.weights"
-            )
-        return getattr(self.weights, name)
-
-    def __bool__(self) -> bool:
-        return bool(self.weights)
-
-    @property
-    def requires_grad(self) -> bool:
-        call = self._part.call
-        learned = (call.q, call.k, call.table, call.bias, call.sink, *call.score.learned(), *call.over.leaves())
-        return any(x is not None and x.requires_grad for x in learned)
-
-    def numel(self) -> int:
-        return self.shape.numel()
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self._part.call.q.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self._part.call.q.device
-
-    @property
-    def ndim(self) -> int:
-        return len(self.shape)
-
-    def dim(self) -> int:
-        return len(self.shape)
-
-    def size(self, dim: int | None = None) -> torch.Size | int:
-        return self.shape if dim is None else self.shape[dim]
-
-    def __len__(self) -> int:
-        return self.shape[0]
-
-    def __iter__(self) -> Iterator[Tensor]:
-        return (self[i] for i in range(len(self)))
-
     def __repr__(self) -> str:
         what = "" if self._part.moved is None else ", of contributions"
         return f"Heads(shape={tuple(self.shape)}, over={self._part.call.over!r}{what})"
-
-
-def _as_tensor(name: str) -> Callable[..., Any]:
-    method = getattr(Tensor, name)
-
-    def apply(self: Heads, *others: Any) -> Any:
-        return method(self.weights, *(other.weights if isinstance(other, Heads) else other for other in others))
-
-    return apply
-
-
-for _name in (
-    ["add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "matmul", "rmatmul", "pow", "neg", "abs", "eq", "ne", "lt", "le", "gt", "ge"]
-):  # fmt: skip
-    setattr(Heads, f"__{_name}__", _as_tensor(f"__{_name}__"))
-
-
-def _narrowed(part: AnyPart, rows: list[slice]) -> AnyPart:
-    """A part in some rows of its batch."""
-    if all(row == slice(None) for row in rows):
-        return part
-    call, at = part.call, tuple(rows)
-    batch, bias = call.sizes.batch, call.bias
-    own = len(part.axes)
-    if bias is not None and bias.dim() > own:
-        bias = bias.expand(*batch, *bias.shape[-own:])[at]
-    over = call.over if isinstance(call.over, Graph) else call.over.rows(batch, at)
-    call = call._replace(q=call.q[at], k=call.k[at], v=call.v[at], over=over, bias=bias)
-    return part._replace(call=call, moved=None if part.moved is None else part.moved[at])
-
-
-def _chosen(part: AnyPart, axis: str, numbers: Int[Tensor, " some"]) -> AnyPart:
-    changed: dict[str, Any] = {axis: numbers}
-    return part._replace(**changed)
-
-
-def _slice(index: int, size: int) -> slice:
-    index = operator.index(index)
-    if not -size <= index < size:
-        raise IndexError(f"index {index} is out of bounds for an axis of {size}")
-    return slice(index % size, index % size + 1)
-
-
-def _pick(axis: str, own: Int[Tensor, " own"], index: Index) -> Int[Tensor, " some"]:
-    """Which of its own numbers a view keeps on an axis."""
-    if isinstance(index, slice):
-        return own[index]
-    at = torch.as_tensor(index, device=own.device).reshape(-1)
-    if at.dtype == torch.bool:
-        at = at.nonzero()[:, 0] if len(at) == len(own) else at
-    if not len(at):
-        return own[:0]
-    whole = not at.is_floating_point() and at.dtype != torch.bool
-    if not whole or not -len(own) <= int(at.min()) <= int(at.max()) < len(own):
-        raise ValueError(f"{axis}: {index!r} is out of reach; there are {len(own)}")
-    return own[at]
-
-
-# What the weights are computed from; the others are needed by some answers.
-_WEIGHTS_NEED = ("q", "k", "over", "score", "position", "bias", "sink", "cache")
-_WATCHED = (*_WEIGHTS_NEED, "v", "outputs", "W_O", "gate")
-
-
-def _versions(call: Call, origin: Origin, cache: Any) -> tuple[object, ...]:
-    """A count of in-place changes of all that a view points to, in the order of `_WATCHED`."""
-    q, k, v, over, score, table, bias, sink, _, _ = call
-    # a cache only appends, and counts by itself
-    cached = cache is not None
-    return (
-        _version(q),
-        None if cached else _version(k),
-        () if type(over) is Dense else tuple(_version(x) for x in over.leaves()),
-        () if type(score) is Dot else tuple(_version(x) for x in score.learned()),
-        _version(table),
-        _version(bias),
-        _version(sink),
-        None if cache is None else cache.generation,
-        None if cached else _version(v),
-        _version(origin.outputs),
-        _version(origin.join),
-        _version(origin.gate),
-    )
-
-
-def _version(x: Tensor | None) -> tuple[int, int] | None:
-    # tensors made under torch.inference_mode() are not counted
-    return None if x is None or x.is_inference() else (id(x), x._version)
-
-
-def _flatten(heads: Heads) -> tuple[list[Any], Any]:
-    fields: dict[str, Any] = {**heads._part.call._asdict(), **heads._part._asdict(), **heads._origin._asdict()}
-    static = {name: fields.pop(name) for name in ("score", "dropout", "call")}
-    present = {name: field for name, field in fields.items() if field is not None}
-    return list(present.values()), (tuple(present), static["score"], static["dropout"])
-
-
-def _unflatten(children: Any, context: Any) -> Heads:
-    names, score, dropout = context
-    fields = dict(zip(names, children, strict=True))
-    take: Callable[[Any], dict[str, Any]] = lambda kind: {n: fields.get(n) for n in kind._fields}
-    call = Call(**{**take(Call), "score": score, "dropout": dropout})
-    heads = object.__new__(Heads)
-    kind = EdgePart if isinstance(call.over, Graph) else Part
-    heads._part, heads._origin = kind(**{**take(kind), "call": call}), Origin(**take(Origin))
-    heads._seen = heads._cache = None
-    return heads
-
-
-def _dumpable(context: Any) -> Any:
-    names, score, dropout = context
-    if type(score) is not Dot:
-        raise ValueError(f"score: a view on {type(score).__name__} scores cannot be written into an exported program")
-    return names, score.scale, dropout
-
-
-pytree.register_pytree_node(
-    Heads,
-    _flatten,
-    _unflatten,
-    serialized_type_name="polyhead.heads.Heads",
-    to_dumpable_context=_dumpable,
-    from_dumpable_context=lambda dumped: (tuple(dumped[0]), Dot(dumped[1]), dumped[2]),
-)

@@ -1,0 +1,9 @@
+"""The view on what heads did."""
+
+from polyhead.heads import tree
+from polyhead.heads.origin import Origin
+from polyhead.heads.view import Heads, Metric
+
+tree.register()
+
+__all__ = ["Heads", "Metric", "Origin"]

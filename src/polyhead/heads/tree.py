@@ -1,0 +1,54 @@
+"""`Heads` as a pytree, so that vmap, export and compile carry it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch.utils import _pytree as pytree
+
+from polyhead.heads.origin import Origin
+from polyhead.heads.view import Heads
+from polyhead.kernels import Call
+from polyhead.kernels.edge_metrics import EdgePart
+from polyhead.kernels.metrics import Part
+from polyhead.neighbourhood import Graph
+from polyhead.score import Dot
+
+
+def register() -> None:
+    """Tell torch how to take a view apart and put it together."""
+    pytree.register_pytree_node(
+        Heads,
+        _flatten,
+        _unflatten,
+        serialized_type_name="polyhead.heads.Heads",
+        to_dumpable_context=_dumpable,
+        from_dumpable_context=lambda dumped: (tuple(dumped[0]), Dot(dumped[1]), dumped[2]),
+    )
+
+
+def _flatten(heads: Heads) -> tuple[list[Any], Any]:
+    fields: dict[str, Any] = {**heads._part.call._asdict(), **heads._part._asdict(), **heads._origin._asdict()}
+    static = {name: fields.pop(name) for name in ("score", "dropout", "call")}
+    present = {name: field for name, field in fields.items() if field is not None}
+    return list(present.values()), (tuple(present), static["score"], static["dropout"])
+
+
+def _unflatten(children: Any, context: Any) -> Heads:
+    names, score, dropout = context
+    fields = dict(zip(names, children, strict=True))
+    take: Callable[[Any], dict[str, Any]] = lambda kind: {n: fields.get(n) for n in kind._fields}
+    call = Call(**{**take(Call), "score": score, "dropout": dropout})
+    heads = object.__new__(Heads)
+    kind = EdgePart if isinstance(call.over, Graph) else Part
+    heads._part, heads._origin = kind(**{**take(kind), "call": call}), Origin(**take(Origin))
+    heads._seen = heads._cache = None
+    return heads
+
+
+def _dumpable(context: Any) -> Any:
+    names, score, dropout = context
+    if type(score) is not Dot:
+        raise ValueError(f"score: a view on {type(score).__name__} scores cannot be written into an exported program")
+    return names, score.scale, dropout
