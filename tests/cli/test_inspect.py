@@ -48,7 +48,7 @@ def run(*arguments):
 def test_the_demo(capsys):
     main(["demo"])
     shown = capsys.readouterr().out
-    assert shown.startswith("In L5H11 nearly all words look at “cat”: one word for all")
+    assert shown.startswith("In L5H11 nearly all words look at “cat”: that one of them does says nothing.")
     rows = {line[:16].strip(): line for line in shown.splitlines()}
     assert rows["previous token"].split()[2] == "L0H2"
     assert rows["next token"].split()[2] == "L1H8"
@@ -113,7 +113,7 @@ def test_own_pairs_and_a_treebank(capsys, monkeypatch):
     "arguments, message",
     [
         ([], "text: pass a text"),
-        (["a", "--file", "b"], "text: pass a text"),
+        (["a", "--file", "b"], "text: pass a text or --file F, not both"),
         (["  "], "text: it is empty"),
         (["[SEP] [CLS]"], "text: there is no word in it"),
         (["--file", "absent.txt"], "absent.txt"),

@@ -1,6 +1,8 @@
 """Recording: every attention call of any model, under its name, with the weights that the model's own slow path gives."""
 
+import copy
 import os
+import threading
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
@@ -163,6 +165,7 @@ def sdpa_arguments():
     yield q[0], k[0], {}
     yield q, k[:, :2], {"enable_gqa": True}
     yield q[:1], k, {"scale": 0.3}
+    yield q[:, :1], k[:, :1], {}
     yield q, k, {"is_causal": True}
     for shape in ((5, 7), (1, 7), (4, 5, 7), (2, 1, 5, 7), (2, 1, 1, 7), (1, 4, 5, 7)):
         yield q, k, {"attn_mask": torch.rand(shape) < 0.7}
@@ -379,3 +382,132 @@ def test_numbers_alone_change_no_result(causal):
     for kept, view in zip(seen.values(), views.values(), strict=True):
         w = view.weights.double()
         assert_close(kept.entropy().double(), -torch.special.xlogy(w, w).sum(-1), atol=1e-5, rtol=1e-5)
+
+
+class Nested(nn.Module):
+    """A module that attends by itself, and has a part that does."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = Own()
+
+    def forward(self, x):
+        x = self.inner(x)
+        q = x.unflatten(-1, (5, 4)).transpose(-3, -2)
+        return x + F.scaled_dot_product_attention(q, q, q).transpose(-3, -2).flatten(-2)
+
+
+def test_a_name_of_a_call_is_that_calls_alone():
+    model, x, hit = nn.Sequential(Nested()), torch.randn(2, 6, 20), []
+    with capture(model) as seen:
+        model(x)
+        assert list(seen) == ["0.inner", "0.inner#1", "0"]
+        one = seen["0"].edit(lambda out: hit.append("0") or out)
+        model(x)
+        one.remove()
+        assert hit == ["0"]
+        with pytest.raises(ValueError, match=r"name: '1' made no attention call; there are 0.inner, 0.inner#1, 0"):
+            seen.edit("1", lambda out: out)
+    with pytest.raises(ValueError, match="edit: the context of capture has ended"):
+        seen.edit("0", lambda out: out)
+
+
+def test_layers_by_the_module_around_them():
+    model, x = nn.Sequential(Own(), Nested()), torch.randn(2, 6, 20)
+    for layers, wanted in ((["0"], ["0", "0#1"]), (["1.inner"], ["1.inner", "1.inner#1"]), ([4], ["1"])):
+        assert list(recorded(model, x, layers=layers)) == wanted
+    with pytest.raises(KeyError, match="'0' was not recorded: layers chose none of 0, 0#1"):
+        recorded(model, x, layers=["2"])["0"]
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"layers": "1.*"}, r"layers: it is '1.\*'; it must be a list of numbers from 0, or names"),
+        ({"layers": [-1]}, r"layers: it is \[-1\]"),
+        ({"layers": 3}, "layers: it is 3"),
+        ({"heads": 2}, "heads: it is 2; it must be a list of numbers"),
+        ({"metrics": "entropy"}, "metrics: it is 'entropy'; it must be a list of names of metrics"),
+    ],
+)
+def test_arguments_are_lists(options, message):
+    with pytest.raises(ValueError, match=message):
+        recorded(Own(), **options)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_transforms_pass_through():
+    model, x = Own(), torch.randn(3, 2, 6, 20)
+    wanted = torch.vmap(model)(x)
+    with capture(model):
+        assert_close(torch.vmap(model)(x), wanted)
+
+
+def test_copies_and_other_threads_are_left_alone():
+    model, x = Own(), torch.randn(2, 6, 20)
+    failures = []
+
+    def elsewhere():
+        try:
+            for _ in range(20):
+                model(x)
+        except Exception as error:
+            failures.append(error)
+
+    with capture(model) as seen:
+        thread = threading.Thread(target=elsewhere)
+        thread.start()
+        model(x)
+        thread.join()
+        other = copy.deepcopy(model)
+    assert not failures and list(seen) == ["Own", "Own#1"]
+    other(x)
+    assert len(seen) == 2
+
+
+def test_a_hook_that_raises_breaks_nothing():
+    class Careful(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.part = Own()
+
+        def forward(self, x):
+            try:
+                return self.part(x)
+            except ZeroDivisionError:
+                return x
+
+    def refuse(module, arguments):
+        raise ZeroDivisionError
+
+    model = Careful()
+    model.part.register_forward_pre_hook(refuse)
+    x = torch.randn(2, 6, 20)
+    with capture(model):
+        assert torch.equal(model(x), x)
+
+
+def test_views_made_in_inference_mode():
+    model, x = Own(), torch.randn(2, 6, 20)
+    with torch.inference_mode(), capture(model) as seen:
+        model(x)
+    with torch.enable_grad():
+        assert seen["Own"].contribution().received().shape == (2, 5, 6)
+
+
+def test_a_chosen_backend_is_kept():
+    model, x = Own(), torch.randn(2, 200, 20)
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        plain = model(x)
+        with capture(model, metrics=["entropy"]):
+            assert torch.equal(model(x), plain)
+
+
+def test_an_edit_and_gradient_checkpointing_do_not_go_together():
+    model = Own()
+    x = torch.randn(2, 6, 20, requires_grad=True)
+    with torch.enable_grad(), capture(model) as seen:
+        seen.edit("Own", lambda out: out * 0)
+        loss = torch.utils.checkpoint.checkpoint(model, x, use_reentrant=False).sum()
+        with pytest.raises(RuntimeError, match="edit: gradient checkpointing computes this module again"):
+            loss.backward()

@@ -213,3 +213,19 @@ def test_what_is_wrong_is_said(act, message):
 def ablated(loss=None, **options):
     model, x = Model(), torch.randn(1, 5, 12)
     return effect.ablate(model, loss or (lambda: model(x).sum()), **options)
+
+
+def test_a_loss_may_call_any_part_of_the_model():
+    class Wrapped(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = Model()
+
+    model, x = Wrapped().eval(), torch.randn(2, 5, 12)
+    loss = lambda: model.body(x).square().mean()
+    inside, whole = effect.ablate(model, loss), effect.ablate(model.body, loss)
+    for found, wanted in zip(inside.without.values(), whole.without.values(), strict=True):
+        assert_close(found, wanted)
+    assert len(set(effect.prune(model, loss, inside.ranked()))) == 7
+    with pytest.raises(ValueError, match=r"order: body.layers.7 made no attention call in this loss"):
+        effect.prune(model, loss, [effect.Head("body.layers.7", 0)])

@@ -266,3 +266,26 @@ def test_heads_in_the_middle_of_training(score):
     graph = Graph(torch.tensor([[0, 1, 2], [1, 2, 0]]), 3)
     assert "blob-0" in report(layer(x)[1]).html
     assert "blob-0" in report(layer(x, over=graph)[1]).html
+
+
+def test_parallel_edges_are_one_line_of_all_their_weight():
+    torch.manual_seed(0)
+    graph = Graph(torch.tensor([[1, 2, 2, 2], [0, 0, 0, 0]]), 3)
+    _, heads = MultiHeadAttention(8, 1, score="gatv2")(torch.randn(3, 8), over=graph)
+    page = report(heads)
+    assert "edges that are there more than once are shown as one" in page.html
+
+
+@pytest.mark.parametrize(
+    "give, message",
+    [
+        (lambda heads: report(MultiHeadAttention(8, 2)), "heads: it is MultiHeadAttention; it must be a Heads"),
+        (lambda heads: report(heads, texts="abc"), "texts: it is str; it must be a Text"),
+        (lambda heads: report(heads, texts=["a"]), "has 3 queries, but the text has 1 pieces"),
+    ],
+)
+def test_what_a_text_may_be(give, message):
+    _, heads = MultiHeadAttention(8, 2)(torch.randn(3, 8))
+    assert "blob-0" in report(heads, texts=["a", "b", "c"]).html
+    with pytest.raises(ValueError, match=message):
+        give(heads)

@@ -189,7 +189,7 @@ def test_one_word_for_all_names_no_pairs_of_grammar():
     assert (one.score, one.cases, one.pair[1]) == (1.0, n - 1, "w2")
     assert grammar.pair is None
     assert [c.role for c in seen.of_head(0, 1)] == ["subject-verb"]
-    assert seen.of_head(0, 1)[0].pair is not None
+    assert seen.of_head(0, 1)[0].pair is None
     # where it is known who is whose subject, that pair is shown, and no other
     sentence = Sentence(text.words, {"nsubj": ((4, 11), (0, 7))})
     assert here(known, heads, text, sentence=sentence).of_head(0, 1)[0].pair == (
@@ -208,7 +208,8 @@ def test_word_pieces_and_long_texts():
     text = Text(tuple("p" * n), tuple(j // 2 for j in range(n)), tuple(f"w{j}" for j in range(1501)))
     found = positional(heads, text)
     cases = {c.role: c.cases for c in found.measured}
-    assert cases["self"] <= 2 * 512 and cases["one word for all"] == 511
+    # the first words of a causal model have no choice
+    assert cases["self"] <= 2 * 512 and 500 < cases["one word for all"] < 511
 
 
 def test_what_positional_does_not_take():

@@ -164,3 +164,28 @@ def test_gradients_go_the_other_way():
     assert q.grad is not None
     with torch.no_grad():
         assert_close(answers(own, [Question("entropy")])[0], metrics.entropy(part), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("where", ["q", "k"])
+def test_what_is_no_number_is_not_hidden(where):
+    part = made(SIZES[0], "dense")
+    getattr(part.call, where)[0, 0, 3, 0] = torch.nan
+    (found,) = answers(part, [Question("entropy")])
+    assert torch.equal(found.isnan(), metrics.entropy(part).isnan())
+    assert found.isnan().any()
+
+
+def test_contributions_keep_their_gradients():
+    part = made(SIZES[0], "dense")
+    moved = torch.rand(2, 3, 7, requires_grad=True)
+    (found,) = answers(part, [Question("entropy", (), True)], moved=moved)
+    found.sum().backward()
+    assert moved.grad.abs().sum() > 0
+
+
+def test_a_large_log_sum_exp_is_found_anew():
+    part = made(SIZES[1], "dense")
+    call = part.call._replace(q=part.call.q * 1e3, k=part.call.k * 1e2)
+    lse = torch.logsumexp(metrics.scores(call), -1)
+    ((largest, _),) = answers(Part(call), [Question("top", (1,))], lse=lse)
+    assert_close(largest, metrics.top(Part(call), 1)[0], atol=1e-3, rtol=1e-3)

@@ -14,7 +14,7 @@ from polyhead._torch import missing, native
 from polyhead.models.pretrained import DEFAULT
 
 # What else the package works with, where it is installed.
-_OPTIONAL = ("matplotlib", "safetensors", "tokenizers", "torch_geometric", "transformers")
+_OPTIONAL = ("matplotlib", "rich", "safetensors", "tokenizers", "torch_geometric", "transformers")
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -65,7 +65,11 @@ def run(arguments: argparse.Namespace) -> None:
     except ImportError:
         sys.exit("polyhead inspect: findings are printed with rich: pip install 'polyhead[inspect]'")
     try:
-        _inspect(arguments, Console(stderr=True), Console())
+        # what users write is text, not markup; a table that goes into a file or a pipe is as wide as it needs
+        console = Console(markup=False, highlight=False)
+        if not console.is_terminal:
+            console = Console(markup=False, highlight=False, width=max(120, console.width))
+        _inspect(arguments, Console(stderr=True), console)
     except (ImportError, OSError, ValueError) as error:
         # a ValueError of ours says which argument, an OSError which file
         sys.exit(f"polyhead inspect: {error}")
@@ -87,7 +91,10 @@ def _inspect(arguments: argparse.Namespace, busy: Console, console: Console) -> 
         tokens = kept
     text = Text(tokens.pieces, tokens.word_of, tokens.words)
     with busy.status("Reading …"), torch.no_grad(), capture(loaded.model) as seen:
-        loaded.model(tokens.ids[None])
+        try:
+            loaded.model(tokens.ids[None])
+        except (RuntimeError, TypeError, IndexError) as error:
+            raise ValueError(f"model: {loaded.name} cannot be called with ids alone: {error}") from error
     if not seen:
         raise ValueError(f"model: {NOTHING_SEEN}")
     found = _found(arguments, subject, seen, text, busy)
@@ -103,14 +110,16 @@ def _inspect(arguments: argparse.Namespace, busy: Console, console: Console) -> 
             notes=[*notes, *told, *([] if rest is None else [str(rest)])], roles={role.name: role.meaning for role in ROLES},
         )  # fmt: skip
     _print(console, arguments, seen, text, found, sentence, rest, notes)
-    console.print(f"\nThe page: [bold]{arguments.out}[/bold]", highlight=False, soft_wrap=True)
+    console.print(f"\nThe page: {arguments.out}", soft_wrap=True)
     if arguments.open:
         webbrowser.open(arguments.out.resolve().as_uri())
 
 
 def _text(arguments: argparse.Namespace) -> str:
-    if (arguments.text is None) is (arguments.file is None):
-        raise ValueError('text: pass a text, polyhead inspect "…", or one file, --file F')
+    if arguments.text is None and arguments.file is None:
+        raise ValueError('text: pass a text, polyhead inspect "…", or a file, --file F')
+    if arguments.text is not None and arguments.file is not None:
+        raise ValueError("text: pass a text or --file F, not both")
     text = arguments.text if arguments.file is None else _read(arguments.file)
     if not text.strip():
         raise ValueError("text: it is empty; there must be a word at the least")
@@ -182,18 +191,21 @@ def _print(
     rest: findings.Resting | None, notes: Sequence[str],
 ) -> None:  # fmt: skip
     """One screen: the finding, the roles with their strongest pairs, what special tokens hide, what the textbook says."""
-    console.print(f"[bold]{sentence}[/bold]", highlight=False)
+    console.print(sentence, style="bold")
     console.print()
     if arguments.all:
         console.print(_every_head(found))
     else:
         console.print(_roles(found))
+    measured = next((card.on for card in found.cards if card.on not in ("", "this text")), None)
+    if measured is not None:
+        console.print(f"Scores and baselines are the model's, on {measured}; the last column is this text.")
     number = len({(card.layer, card.head) for card in found.measured})
-    console.print(f"{len(found.without_role)} of {number} heads have {NO_ROLE}.", highlight=False)
+    console.print(f"{len(found.without_role)} of {number} heads have {NO_ROLE}.")
     for line in (*([] if rest is None else [str(rest)]), *notes):
-        console.print(line, highlight=False)
+        console.print(line)
     if " ".join(text.words) == EXAMPLE:
-        console.print("\nWhat textbooks say of this sentence, and where it is most so:", highlight=False)
+        console.print("\nWhat textbooks say of this sentence, and where it is most so:")
         # of a head with one word for all, a single pair says nothing
         everybody = {card.name: card.pair[1] for card in found.of_role("one word for all") if card.pair}
         for pair in findings.strongest(seen, text, _TAUGHT):

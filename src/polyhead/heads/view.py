@@ -20,7 +20,7 @@ from polyhead.kernels import Call, metrics
 from polyhead.kernels.ask import AnyPart, Place, Question, answers, mass_question
 from polyhead.kernels.edge_metrics import EdgePart
 from polyhead.kernels.metrics import Part
-from polyhead.neighbourhood import Graph
+from polyhead.neighbourhood import Graph, broadcasts
 from polyhead.picture import html, plot
 
 if TYPE_CHECKING:
@@ -70,12 +70,15 @@ class Heads(AsTensor):
         return self._with(self._part._replace(moved=self._moved_by_a_weight()))
 
     def _moved_by_a_weight(self) -> Float[Tensor, "... all_heads all_keys"]:
-        call, join = self._fresh("v", "W_O", "gate").call, self._origin.join
+        call, join, gate = self._fresh("v", "W_O", "gate").call, self._origin.join, self._origin.gate
+        if call.v.is_inference():
+            # what was made in inference mode has no gradients for others to join
+            join, gate = (None if x is None else x.detach() for x in (join, gate))
         heads = call.sizes.heads
         # (..., out, heads · dim) -> (..., heads, out, dim)
         by_head = None if join is None else join.unflatten(-1, (heads, -1)).movedim(-2, -3)
         moved = metrics.moved_by(call.v, by_head, heads)
-        return moved if self._origin.gate is None else moved * self._origin.gate.abs()[..., :, None]
+        return moved if gate is None else moved * gate.abs()[..., :, None]
 
     def select(
         self,
@@ -139,23 +142,37 @@ class Heads(AsTensor):
 
     def _question(self, metric: Metric) -> Question:
         """A metric as the kernels know it; checked."""
+        if not isinstance(metric, str) and not (isinstance(metric, tuple) and metric):
+            raise ValueError(f"metrics: {metric!r} is no name of a metric, and no tuple of a name and its arguments")
         name, *about = (metric,) if isinstance(metric, str) else metric
         part, moved = self._part, self._part.moved is not None
         if name == "contribution" and about:
             return self._question(tuple(about))._replace(moved=True)
         if name not in _METRICS or len(about) != _METRICS[name]:
             if name == "received" and len(about) == 1:
+                self._check_counts(about[0])
                 return Question(name, tuple(about), moved)
             known = ", ".join(f"({name!r}, …)" if number else repr(name) for name, number in _METRICS.items())
             raise ValueError(f"metrics: {metric!r} is none of {known}, ('contribution', …)")
         if name == "mass":
             question = mass_question(about[0], len(part.numbers("queries")), part.keys_seen, self.device)
             return question._replace(moved=moved)
-        if name == "top" and not 1 <= about[0] <= part.keys_seen:
+        if name == "top" and (type(about[0]) is not int or not 1 <= about[0] <= part.keys_seen):
             raise ValueError(f"k: it is {about[0]}; there are {part.keys_seen} keys")
-        if name == "heatmap" and about[0] < 1:
+        if name == "heatmap" and (type(about[0]) is not int or about[0] < 1):
             raise ValueError(f"size: it is {about[0]}; it must be 1 or more")
         return Question(name, tuple(about), moved)
+
+    def _check_counts(self, counts: object) -> None:
+        """Raise where this is not one number a query."""
+        own = len(self._part.axes)
+        wanted = (*self.shape[:-own], self.shape[-own], len(self._part.numbers("queries")))
+        if counts is None or (isinstance(counts, Tensor) and broadcasts(tuple(counts.shape), wanted)):
+            return
+        given = tuple(counts.shape) if isinstance(counts, Tensor) else type(counts).__name__
+        raise ValueError(
+            f"counts: it is {given}; it must be a tensor that broadcasts to (..., heads, queries) = {wanted}"
+        )
 
     def entropy(self) -> Float[Tensor, "... heads queries"]:
         """How spread each query's attention is, in nats: 0 on one key, log n evenly over n keys."""

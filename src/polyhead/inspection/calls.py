@@ -25,7 +25,7 @@ def from_sdpa(
     """What `F.scaled_dot_product_attention` computes for these arguments, with an axis of heads in any case."""
     q, k, v = (_with_heads(x) for x in (query, key, value))
     batch = torch.broadcast_shapes(q.shape[:-3], k.shape[:-3], v.shape[:-3])
-    heads = max(q.shape[-3], k.shape[-3])
+    heads = max(q.shape[-3], k.shape[-3], v.shape[-3])
     q = q.expand(*batch, heads, *q.shape[-2:])
     k, v = (x.expand(*batch, *x.shape[-3:]) for x in (k, v))
     over: Neighbourhood = Dense()
@@ -67,6 +67,9 @@ def with_lse(
         and query.shape[3] == key.shape[3]
     )
     on_cpu = all(x.is_cpu and not x.is_nested and x.stride(-1) == 1 and x.numel() for x in tensors)
+    # torch.nn.attention.sdpa_kernel may have chosen another way
+    if not torch.backends.cuda.flash_sdp_enabled():
+        return None, None
     if (
         not (plain and same and on_cpu)
         or torch.is_autocast_enabled("cpu")

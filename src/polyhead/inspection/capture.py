@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import functools
+import threading
 import types
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
+from polyhead._torch import under_transform
 from polyhead.attend import run
 from polyhead.heads import Heads, Metric, Origin
 from polyhead.inspection.calls import from_products, from_sdpa, with_lse
@@ -53,14 +55,33 @@ def capture(
     """
     if not isinstance(model, nn.Module):
         raise ValueError(f"model: it is {type(model).__name__}; it must be a torch.nn.Module")
+    _check("layers", layers, lambda x: isinstance(x, str) or (type(x) is int and x >= 0), "numbers from 0, or names")
+    _check("heads", heads, lambda x: type(x) is int, "numbers")
+    _check(
+        "metrics", metrics, lambda x: isinstance(x, (str, tuple)), "names of metrics, or tuples of a name and arguments"
+    )
     watch = _Watch(model, layers, heads, metrics)
     with ExitStack() as stack:
+        stack.callback(watch.close)
         for name, module in model.named_modules():
-            stack.callback(module.register_forward_pre_hook(watch.entering(name)).remove)
-            stack.callback(module.register_forward_hook(watch.leaving(module), always_call=True).remove)
+            # before all others, one of which may raise
+            stack.callback(module.register_forward_pre_hook(watch.entering(name), prepend=True).remove)
+            stack.callback(module.register_forward_hook(watch.leaving(name), always_call=True).remove)
         stack.enter_context(watch)
         yield watch.seen
     watch.finish()
+
+
+def _check(name: str, given: object, fits: Callable[[Any], bool], what: str) -> None:
+    if given is None:
+        return
+    if not isinstance(given, Sequence) or isinstance(given, str) or not all(fits(item) for item in given):
+        raise ValueError(f"{name}: it is {given!r}; it must be a list of {what}")
+
+
+def _is_of(name: str, pattern: str) -> bool:
+    """Whether a call is of a module by its name, a part of it, or by a pattern with `*`."""
+    return name == pattern or name.startswith((f"{pattern}.", f"{pattern}#")) or fnmatch.fnmatchcase(name, pattern)
 
 
 class Seen(Mapping[str, Any]):
@@ -72,6 +93,9 @@ class Seen(Mapping[str, Any]):
     def __init__(self) -> None:
         self._heads: dict[str, Heads | Kept] = {}
         self._edits: OrderedDict[int, tuple[str, Edit, Edited]] = OrderedDict()
+        # the names of all calls so far, recorded or not
+        self._called: dict[str, None] = {}
+        self._open = True
 
     def __getitem__(self, name: str) -> Any:
         return self._heads[self._found(name)]
@@ -93,18 +117,21 @@ class Seen(Mapping[str, Any]):
             return inside[0]
         if inside:
             raise KeyError(f"{name!r} made {len(inside)} attention calls: {', '.join(inside)}")
-        if not self._heads:
+        if not self._called:
             raise KeyError(NOTHING_SEEN)
+        if not self._heads:
+            raise KeyError(f"{name!r} was not recorded: layers chose none of {', '.join(self._called)}")
         raise KeyError(f"{name!r} made no attention call that was recorded; there are {', '.join(self._heads)}")
 
     def edit(self, name: str, change: Edit, of: Edited = "outputs") -> RemovableHandle:
-        """From the next forward on, change what a module's attention gives: its heads' outputs, or their weights.
+        """From the next forward on, inside the context, change what a module's attention gives: outputs, or weights.
 
         Args:
-            name: as `capture` names it.
+            name: as `capture` names it; that of a module around it stands for all calls inside.
             change: takes the outputs (..., heads, queries, value_dim), or the weights (..., heads, queries, keys), and returns
                 what is to stand in their place.
-            of: `"outputs"`, or `"weights"`, which builds queries x keys. What is recorded is the attention before the change.
+            of: `"outputs"`, or `"weights"`, which builds queries x keys and leaves out dropout. What is recorded is the attention
+                before the change.
 
         Returns:
             A handle whose `remove()` takes the change back.
@@ -113,6 +140,12 @@ class Seen(Mapping[str, Any]):
             raise ValueError(f"of: it is {of!r}; it must be 'outputs' or 'weights'")
         if not callable(change):
             raise ValueError(f"change: it is {type(change).__name__}; it must be a function from a tensor to a tensor")
+        if not self._open:
+            raise ValueError(
+                "edit: the context of capture has ended, and with it all edits; edit and call the model inside it"
+            )
+        if self._called and not any(_is_of(known, name) for known in self._called):
+            raise ValueError(f"name: {name!r} made no attention call; there are {', '.join(self._called)}")
         handle = RemovableHandle(self._edits)
         self._edits[handle.id] = (name, change, of)
         return handle
@@ -153,7 +186,7 @@ class _Watch(TorchFunctionMode):
     ) -> None:  # fmt: skip
         super().__init__()
         self.seen = Seen()
-        self._root = type(model).__name__
+        self._root, self._thread = type(model).__name__, threading.get_ident()
         self._layers, self._chosen = layers, None if heads is None else list(heads)
         self._metrics = None if metrics is None else list(metrics)
         self._modules: list[str] = []
@@ -172,14 +205,26 @@ class _Watch(TorchFunctionMode):
 
     def entering(self, name: str) -> Callable[..., None]:
         def enter(module: nn.Module, arguments: Any) -> None:
+            if not self._active():
+                return
+            if self.seen._edits and torch._C._current_graph_task_id() != -1:
+                raise RuntimeError(
+                    "edit: gradient checkpointing computes this module again in backward, without the edit; switch it off to edit"
+                )
             if not name:
                 self._begin()
             self._modules.append(name)
 
         return enter
 
-    def leaving(self, module: nn.Module) -> Callable[..., None]:
+    def _active(self) -> bool:
+        """Whether this call is ours: hooks stay on copies of a model, and are seen by all threads."""
+        return self.seen._open and threading.get_ident() == self._thread
+
+    def leaving(self, name: str) -> Callable[..., None]:
         def leave(module: nn.Module, arguments: Any, output: Any) -> None:
+            if not self._active() or not self._modules or self._modules[-1] != name:
+                return
             self._modules.pop()
             if isinstance(module, MultiHeadAttention) and isinstance(output, tuple):
                 # the layer knows its W_O and its gate
@@ -195,6 +240,10 @@ class _Watch(TorchFunctionMode):
             self._names.clear()
             self.seen._heads.clear()
 
+    def close(self) -> None:
+        """Nothing is recorded or changed any more."""
+        self.seen._open = False
+
     def finish(self) -> None:
         """Take the numbers of the last call, and follow nothing any more."""
         self._measure()
@@ -204,6 +253,9 @@ class _Watch(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if under_transform():
+            # what vmap and the like hand around does not outlast them
+            return func(*args, **kwargs)
         if func is run:
             return self._run(*args, **kwargs)
         if func is F.scaled_dot_product_attention:
@@ -263,6 +315,9 @@ class _Watch(TorchFunctionMode):
         self._calls += 1
         if wanted:
             self._measure()
+            if self._metrics is not None:
+                # its W_O is not to be found any more
+                self._follower.stop()
             heads = Heads(call, Origin(out, lse=lse))
             self._keep(name, heads)
             found = lambda weight: self._know_better(name, Heads(call, Origin(out, weight, None, lse)))
@@ -283,15 +338,13 @@ class _Watch(TorchFunctionMode):
             number += 1
             name = f"{own}#{number}"
         self._names.add(name)
+        self.seen._called[name] = None
         return name
 
     def _wants(self, name: str) -> bool:
         if self._layers is None:
             return True
-        return any(
-            self._calls == layer if isinstance(layer, int) else fnmatch.fnmatchcase(name, layer)
-            for layer in self._layers
-        )
+        return any(self._calls == layer if isinstance(layer, int) else _is_of(name, layer) for layer in self._layers)
 
     def _keep(self, name: str, heads: Heads) -> None:
         if self._chosen is not None:
@@ -316,7 +369,8 @@ class _Watch(TorchFunctionMode):
 
     def _edited(self, name: str, call: Call, out: Tensor) -> Tensor:
         for where, change, of in self.seen._edits.values():
-            if where != name and not name.startswith(f"{where}."):
+            # the name of a call is that call's alone; any other stands for all that fit it
+            if name != where and (where in self.seen._called or not _is_of(name, where)):
                 continue
             if of == "outputs":
                 changed = change(out)

@@ -59,12 +59,8 @@ def ablate(model: nn.Module, loss: Loss, by: Ablation = "zero", progress: Progre
         sizes, base = _looked_at(model, loss)
         without = {name: torch.full((heads,), math.nan) for name, heads in sizes.items()}
         every = [Head(name, head) for name, heads in sizes.items() for head in range(heads)]
-        # nothing is recorded: only the change is wanted
-        with capture(model, layers=[]) as seen:
-            for name, head in every if progress is None else progress(every):
-                change = seen.edit(name, partial(off, [head]))
-                without[name][head] = _number(loss()) - base
-                change.remove()
+        for name, head in every if progress is None else progress(every):
+            without[name][head] = _changed(model, loss, {name: partial(off, [head])}) - base
     return Effect(base, without)
 
 
@@ -91,6 +87,7 @@ def turned(
         for start in range(0, len(every), rows):
             batch = every[start : start + rows]
             with capture(model, layers=[]) as seen:
+                seen._called.update(dict.fromkeys(sizes))
                 for name in sizes:
                     gone = [(row, head.head) for row, head in enumerate(batch) if head.name == name]
                     seen.edit(name, partial(_row_by_row, off, gone))
@@ -128,6 +125,7 @@ def importance(model: nn.Module, loss: Loss) -> dict[str, Float[Tensor, " heads"
     with torch.no_grad():
         names, _ = _looked_at(model, loss)
     with torch.enable_grad(), capture(model, layers=[]) as seen:
+        seen._called.update(dict.fromkeys(names))
         for name in names:
             seen.edit(name, gated(name))
         value = loss()
@@ -148,15 +146,12 @@ def prune(
     model: nn.Module, loss: Loss, order: Sequence[Head], by: Ablation = "zero", progress: Progress | None = None
 ) -> list[float]:
     """Take out one head after the other, in this order: the loss with 0, 1, 2, … heads gone."""
-    off, gone, values = _off(by), dict[str, list[int]](), []
-    with torch.no_grad(), capture(model, layers=[]) as seen:
-        values.append(_number(loss()))
+    off, gone = _off(by), dict[str, list[int]]()
+    with torch.no_grad():
+        values = [_changed(model, loss, {})]
         for name, head in order if progress is None else progress(order):
-            if name not in gone:
-                gone[name] = []
-                seen.edit(name, partial(off, gone[name]))
-            gone[name].append(head)
-            values.append(_number(loss()))
+            gone.setdefault(name, []).append(head)
+            values.append(_changed(model, loss, {name: partial(off, heads) for name, heads in gone.items()}))
     return values
 
 
@@ -173,6 +168,25 @@ def _off(by: Ablation) -> Callable[[list[int], Tensor], Tensor]:
         return changed
 
     return off
+
+
+def _changed(model: nn.Module, loss: Loss, edits: dict[str, Callable[[Tensor], Tensor]]) -> float:
+    """The loss with changed heads. Nothing is recorded, and calls are counted anew, whatever part of the model is called."""
+    applied = set()
+
+    def noted(name: str, change: Callable[[Tensor], Tensor], out: Tensor) -> Tensor:
+        applied.add(name)
+        return change(out)
+
+    with capture(model, layers=[]) as seen:
+        # so that an edit is of the call of that name, and of none inside it
+        seen._called.update(dict.fromkeys(edits))
+        for name, change in edits.items():
+            seen.edit(name, partial(noted, name, change))
+        value = _number(loss())
+    if applied != set(edits):
+        raise ValueError(f"order: {', '.join(set(edits) - applied)} made no attention call in this loss")
+    return value
 
 
 def _looked_at(model: nn.Module, loss: Loss) -> tuple[dict[str, int], float]:
@@ -203,10 +217,10 @@ def causal_lm(logits: Callable[[Int[Tensor, "batch tokens"]], Tensor], ids: Int[
     """How badly a model guesses each next token: the mean cross-entropy, in nats.
 
     Args:
-        logits: ids to logits (batch, tokens, vocabulary).
+        logits: ids to logits (batch, tokens, vocabulary); a language model of transformers is such a function.
         ids: the texts.
     """
-    return lambda: F.cross_entropy(logits(ids)[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())
+    return lambda: F.cross_entropy(_logits(logits(ids))[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())
 
 
 def masked_lm(
@@ -216,7 +230,7 @@ def masked_lm(
     """How badly a model guesses tokens that are hidden from it: the mean cross-entropy, in nats, of the same ones each time.
 
     Args:
-        logits: ids to logits (batch, tokens, vocabulary).
+        logits: ids to logits (batch, tokens, vocabulary); a language model of transformers is such a function.
         ids: the texts.
         mask_id: what stands for a hidden token.
         share: how many are hidden.
@@ -231,7 +245,12 @@ def masked_lm(
             f"share: with {share} none of {ids.numel()} tokens is hidden; more of them, or more text, is needed"
         )
     masked = ids.masked_fill(hidden, mask_id)
-    return lambda: F.cross_entropy(logits(masked)[hidden].float(), ids[hidden])
+    return lambda: F.cross_entropy(_logits(logits(masked))[hidden].float(), ids[hidden])
+
+
+def _logits(output: Any) -> Tensor:
+    """Logits as they are, or in what a model of transformers' returns."""
+    return output if isinstance(output, Tensor) else output.logits
 
 
 def embedding_change(embed: Callable[[], Float[Tensor, "... dim"]]) -> Loss:

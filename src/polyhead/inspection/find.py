@@ -1,4 +1,4 @@
-"""Find what heads do: in one text that was recorded, and over sentences that a model is made to read."""
+"""Find what heads do, over sentences that a model is made to read."""
 
 from __future__ import annotations
 
@@ -62,6 +62,8 @@ class Subject(NamedTuple):
         """A model with its tokenizer: of `polyhead.models`, or of transformers (a fast tokenizer)."""
         config = getattr(model, "config", None)
         positions = getattr(config, "positions", None) or getattr(config, "max_position_embeddings", None)
+        if positions is not None:
+            positions -= _not_for_tokens(model)
         if hasattr(tokenizer, "of_words"):
             return cls(model, tokenizer.of_words, positions)
         if not getattr(tokenizer, "is_fast", False):
@@ -74,6 +76,13 @@ class Subject(NamedTuple):
     def read(self, ids: Int[Tensor, "batch tokens"]) -> Seen:
         """What the heads do while the model reads, on its own device."""
         return _seen(self.model, self.run, ids)
+
+
+def _not_for_tokens(model: nn.Module) -> int:
+    """How many positions no token can have: those up to the one for padding, in models of RoBERTa's kind."""
+    tables = (m for name, m in model.named_modules() if name.endswith("position_embeddings"))
+    numbers = (getattr(table, "padding_idx", None) for table in tables)
+    return max((int(number) + 1 for number in numbers if number is not None), default=0)
 
 
 def find(
@@ -96,6 +105,8 @@ def find(
     Raises:
         ValueError: where there is nothing to read, or the model calls no attention.
     """
+    if not isinstance(subject, Subject):
+        raise ValueError(f"subject: it is {type(subject).__name__}; it must be a Subject: Subject.of(model, tokenizer)")
     sentences = shipped() if sentences is None else sentences
     grammar = [role for role in ROLES if role.relation is not None and role.relation.among != "two names"]
     names = [role for role in ROLES if role.relation is not None and role.relation.among == "two names"]

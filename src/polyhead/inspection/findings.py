@@ -76,7 +76,7 @@ _INTEREST = (
     "first token", "local", "long range", "broad",
 )  # fmt: skip
 _SENTENCES = {
-    "one word for all": "In {head} nearly all words look at “{at}”: one word for all, whatever it may seem to say of a single pair.",
+    "one word for all": "In {head} nearly all words look at “{at}”: that one of them does says nothing.",
     "previous token": "{head} looks at the token before: {score:.0%} of its attention lies there.",
     "next token": "{head} looks at the token after: {score:.0%} of its attention lies there.",
     "self": "{head} looks at the token itself: {score:.0%} of its attention lies there.",

@@ -18,6 +18,8 @@ from polyhead.kernels.edge_metrics import EdgePart
 
 # So many words of a long text are looked at, evenly apart; and so many numbers make a block of weights.
 _WORDS, _BLOCK = 512, 1 << 22
+# Looking at one of fewer other words is no choice; and one is looked at if it has clearly more than an even share.
+_CHOICE, _CLEARLY = 4, 1.5
 # Added to scores, as good as a mask: transformers adds the lowest number there is.
 _MASKED = -1e4
 _PROBES = {role.name: role.probe for role in ROLES}
@@ -58,7 +60,7 @@ def here(
         text: as in `positional`.
         batch: as in `positional`.
         sentence: what the text's words have to do with each other, where that is known (`corpus.known`): then a role of pairs shows
-            the strongest of its own pairs, and not the strongest of all.
+            the strongest of its own pairs; else it shows none.
     """
     if sentence is not None and (text is None or sentence.words != text.words):
         raise ValueError(f"sentence: its words are {' '.join(sentence.words)!r:.80}; they must be those of the text")
@@ -125,19 +127,23 @@ def _with_pairs(cards: Sequence[Card], looks: Sequence[_Look]) -> list[Card]:
     told = []
     for card in cards:
         misleading = _PROBES.get(card.role, "pairs") == "pairs" and (card.layer, card.head) in artefacts
-        pair = None if misleading else pairs.get((card.layer, card.head, _kind(card, annotated)))
+        kind = None if misleading else _kind(card, annotated)
+        pair = None if kind is None else pairs.get((card.layer, card.head, kind))
         told.append(card._replace(pair=pair))
     return told
 
 
-def _kind(card: Card, annotated: bool) -> str | tuple[str, int]:
+def _kind(card: Card, annotated: bool) -> str | tuple[str, int] | None:
     """Among which pairs the strongest one tells something about a role."""
     role = next((role for role in ROLES if role.name == card.role), None)
-    if role is None or role.probe == "spread":
+    if role is None:
+        return None
+    if role.probe == "spread":
         return "words"
     if role.relation is None:
         return role.name
-    return (role.relation.name, int(card.direction != role.direction(0))) if annotated else "words"
+    # where nothing is known of the text, the head's strongest pair says nothing about the role
+    return (role.relation.name, int(card.direction != role.direction(0))) if annotated else None
 
 
 def _looks(
@@ -171,7 +177,7 @@ def _look(layer: int, view: Heads, text: Text, batch: int, sentence: Sentence | 
     special = torch.tensor(text.special, dtype=torch.bool)
     sums: dict[str, Count] = {}
     best: dict[str | tuple[str, int], _Strongest] = {}
-    tops, strengths, queries = [], [], []
+    tops, strengths, queries, chances = [], [], [], []
     for words, at in _parts(text, len(numbers)):
         weights = view.select(queries=at).weights.float().cpu()
         weights = weights.reshape(-1, *weights.shape[-3:])[batch]
@@ -182,6 +188,11 @@ def _look(layer: int, view: Heads, text: Text, batch: int, sentence: Sentence | 
         between = by_word(weights, rows, text)
         between[:, torch.arange(len(words)), words] = 0.0
         strength, top = strongest(between)
+        # a word that may look at hardly any other has no choice: the first words of a causal model
+        choices = (by_word(may.float(), rows, text) > 0).sum(-1) - 1
+        even = between.sum(-1) / choices.clamp(min=1)
+        top = top.masked_fill((choices < _CHOICE) | ~(strength > _CLEARLY * even), -1)
+        chances.append(1 / choices[choices >= _CHOICE].double())
         tops.append(top)
         strengths.append(strength)
         queries += words
@@ -195,7 +206,7 @@ def _look(layer: int, view: Heads, text: Text, batch: int, sentence: Sentence | 
             best.setdefault(name, _Strongest(text.pieces)).see(weights * mask, at)
     told = {kind: of.pairs for kind, of in best.items()}
     top = torch.cat(tops, -1) if tops else torch.zeros(len(numbers), 0, dtype=torch.long)
-    one_word, word = _one_word(top, len(text.words))
+    one_word, word = _one_word(top, len(text.words), torch.cat(chances) if chances else torch.zeros(0))
     if tops:
         to_it = torch.cat(strengths, -1) * (top == word[:, None])
         ends = zip(to_it.argmax(-1).tolist(), word.tolist(), to_it.amax(-1).tolist(), strict=True)
@@ -238,13 +249,19 @@ def _renumbered(text: Text, at: Sequence[int]) -> tuple[int, ...]:
     return tuple(number[word] for word in words)
 
 
-def _one_word(top: Int[Tensor, "heads some"], words: int) -> tuple[Count, Int[Tensor, " heads"]]:
-    """How many of the other words look most at the word that most look at; and which it is."""
-    others = max(0, top.shape[-1] - 1)
+def _one_word(
+    top: Int[Tensor, "heads some"], words: int, chances: Float[Tensor, " asked"]
+) -> tuple[Count, Int[Tensor, " heads"]]:
+    """How many of the other words look most at the word that most look at; and which it is.
+
+    `chances` are those of each word that has a choice, to look at one certain word.
+    """
+    others = max(0, len(chances) - 1)
     chosen = torch.zeros(len(top), max(1, words) + 1).scatter_add_(1, top + 1, torch.ones_like(top, dtype=torch.float))
     most, word = chosen[:, 1:].max(-1)
     weight = torch.full((len(top),), float(others), dtype=torch.float64)
-    return Count(most.double().clamp(max=others), weight, weight / max(1, words - 1), others), word
+    expected = weight * (float(chances.mean()) if len(chances) else 1.0)
+    return Count(most.double().clamp(max=others), weight, expected, others), word
 
 
 class _Strongest:

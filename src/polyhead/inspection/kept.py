@@ -80,6 +80,13 @@ class Kept:
         kept = ", ".join(repr(asked[0] if len(asked) == 1 else asked) for asked, _ in self._answers)
         raise ValueError(f"metrics: {spelled!r} was not kept; kept are {kept}. Add it to capture(metrics=[…])")
 
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        raise AttributeError(
+            f"Kept has no {name!r}: only numbers were kept; capture without metrics keeps views, with all of Heads"
+        )
+
     def __repr__(self) -> str:
         return f"Kept(shape={tuple(self.shape)}, {len(self._answers)} metrics)"
 

@@ -110,7 +110,7 @@ def strongest(
         return strength, torch.full_like(strength, -1, dtype=torch.long)
     largest, columns = weights.topk(2, -1)
     strength, second = largest.unbind(-1)
-    return strength, columns[..., 0].masked_fill(strength <= second * (1 + _EQUAL), -1)
+    return strength, columns[..., 0].masked_fill(~(strength > second * (1 + _EQUAL)), -1)
 
 
 class Relation(NamedTuple):

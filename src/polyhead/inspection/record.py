@@ -319,9 +319,17 @@ def _graph(layer: Layer, blobs: Blobs) -> Json:
     view = layer.view
     weights = view.weights.float()
     weights, pairs = weights.reshape(weights.shape[-2:]), view.edge_index
-    mean = lambda x: _plain(x.reshape(x.shape[-2:]).float().mean(-1))
+    # nodes without an edge to them attend to nothing
+    live = torch.zeros(len(view._part.numbers("queries")), dtype=torch.bool)
+    live[pairs[1]] = True
+    mean = lambda x: _plain(x.reshape(x.shape[-2:]).float()[:, live].mean(-1))
     record = _common(layer, {"entropy": mean(view.entropy()), "weight": {"self": mean(view.mass("self"))}, "share": {}})
     record["edges"] = weights.shape[-1]
+    # edges that are there more than once are one line, of all their weight
+    single, place = pairs.unique(dim=1, return_inverse=True)
+    record["parallel"] = record["edges"] - single.shape[1]
+    if record["parallel"]:
+        pairs, weights = single, weights.new_zeros(len(weights), single.shape[1]).index_add_(1, place, weights)
     if weights.shape[-1] > EDGES:
         # the ends of the ranking are of no use to anyone who looks at a node: the strongest stay
         best = weights.abs().amax(0).topk(EDGES).indices.sort().values

@@ -18,6 +18,8 @@ from polyhead.inspection.roles import Card
 from polyhead.inspection.words import Text
 
 Texts = Text | tuple[Text, Text]
+# Words, or what a tokenizer gives: anything with pieces, word_of and words.
+Readable = Any
 # In the order in which they are joined: each uses what stands before it.
 _SCRIPTS = (
     "data.js", "colour.js", "state.js", "levels.js", "draw.js", "mosaic.js", "sentence.js", "heat.js", "head.js", "how.js",
@@ -34,12 +36,17 @@ class Page:
     def write(self, path: str | os.PathLike[str]) -> None:
         """Write the page whole or not at all: where it fails, an older file stays as it was."""
         path = Path(path)
+        if not path.parent.is_dir():
+            raise FileNotFoundError(f"path: there is no folder {path.parent}")
         unfinished = path.with_name(f".{path.name}.{os.getpid()}")
         try:
             unfinished.write_text(self.html, encoding="utf-8")
             unfinished.replace(path)
         finally:
             unfinished.unlink(missing_ok=True)
+
+    def __repr__(self) -> str:
+        return f"Page({len(self.html) / 1e6:.1f} MB; write(path) writes it, a notebook shows it)"
 
     def _repr_html_(self) -> str:
         return (
@@ -81,6 +88,11 @@ def report(
         ValueError: where there is nothing to show, or where texts, star or cards do not fit the heads.
         OSError: where the path cannot be written; an older file stays as it was.
     """
+    if not isinstance(heads, (Heads, Mapping)):
+        raise ValueError(
+            f"heads: it is {type(heads).__name__}; it must be a Heads, or what capture records: "
+            "with capture(model) as seen: model(x)"
+        )
     named = {"attention": heads} if isinstance(heads, Heads) else dict(heads)
     if not named:
         raise ValueError("heads: it is empty; there is no attention to show")
@@ -106,6 +118,10 @@ def report(
         ranks = {(r["number"], head): telling(r, head) for r in records for head in r["heads"]}
         first = [max(ranks, key=lambda pair: ranks[pair])]
     for record in records:
+        if record.get("parallel"):
+            notes.append(
+                f"{record['name']}: edges that are there more than once are shown as one, of all their weight."
+            )
         if record.get("edges", 0) > EDGES:
             notes.append(f"{record['name']}: the {EDGES:,} strongest of {record['edges']:,} edges were kept.")
     content = {
@@ -125,7 +141,10 @@ def _fitting(name: str, view: Heads, given: Texts | None) -> tuple[Text | None, 
     if given is None:
         # one and the same nobody stands for one text, two for two
         return None, None
-    rows, columns = (given, given) if isinstance(given, Text) else given
+    if isinstance(given, tuple) and len(given) == 2 and not isinstance(given, Text) and not isinstance(given[0], str):
+        rows, columns = (_text(part) for part in given)
+    else:
+        rows = columns = _text(given)
     if rows is columns and len(columns.pieces) == keys > queries:
         # with a cache the queries are the last keys
         begin = keys - queries
@@ -136,6 +155,20 @@ def _fitting(name: str, view: Heads, given: Texts | None) -> tuple[Text | None, 
         if len(text.word_of) != number:
             raise ValueError(f"texts: {len(text.word_of)} pieces have a word, but there are {number}")
     return rows, columns
+
+
+def _text(given: Readable) -> Text:
+    """A text as it was given: a `Text`, words, or a tokenizer's result."""
+    if isinstance(given, Text):
+        return given
+    if all(hasattr(given, name) for name in ("pieces", "word_of", "words")):
+        return Text(tuple(given.pieces), tuple(given.word_of), tuple(given.words))
+    if isinstance(given, (list, tuple)) and all(isinstance(word, str) for word in given):
+        return Text.of_words(given)
+    raise ValueError(
+        f"texts: it is {type(given).__name__}; it must be a Text, the result of a Polyhead tokenizer, a list of words, a pair "
+        "of these for cross-attention, or a mapping from layers to them"
+    )
 
 
 def _card(card: Card) -> dict[str, Any]:

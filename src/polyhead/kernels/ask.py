@@ -50,6 +50,8 @@ def mass_question(on: Place, queries: int, keys: int, device: torch.device) -> Q
     return Question("mass", (offset,))
 
 
+# The rounding of a larger log-sum-exp, one number, shows in the weights: it is found anew, in two.
+_ROUNDED = 64.0
 # Rows of keys that are gathered at a time.
 _ROWS = 1 << 14
 # What a pass over weights tells of contributions too: they are the weights, times a number for each key.
@@ -72,7 +74,7 @@ def answers(
         lse: the log-sum-exp of all queries, without the sink, where it is known already.
     """
     known: dict[int, Any] = {}
-    if isinstance(part, Part) and _streams(part):
+    if isinstance(part, Part) and _streams(part, moved if any(q.moved for q in questions) else None):
         waiting = [number for number, q in enumerate(questions) if _streamed(q)]
         while waiting:
             together = _together(questions, waiting)
@@ -86,11 +88,16 @@ def _one(part: AnyPart, question: Question, moved: Tensor | None) -> Any:
     return getattr(edge_metrics if isinstance(part, EdgePart) else metrics, question.name)(part, *question.about)
 
 
-def _streams(part: Part) -> bool:
-    """Whether one pass in C++ can answer."""
-    if part.keys is not None or 0 in part.shape or stream.refuses(part.call) is not None:
+def _streams(part: Part, moved: Tensor | None) -> bool:
+    """Whether one pass in C++ can answer: it has no gradients, and takes what is no number for no weight."""
+    call = part.call
+    if part.keys is not None or 0 in part.shape or stream.refuses(call) is not None:
         return False
-    return not (torch.is_grad_enabled() and metrics.learned(part))
+    if torch.is_grad_enabled() and (metrics.learned(part) or (moved is not None and moved.requires_grad)):
+        return False
+    added = [x for x in (call.table, call.bias, call.sink) if x is not None]
+    numbers = all(bool(x.isfinite().all()) for x in (call.q, call.k))
+    return numbers and not any(bool((x.isnan() | (x == torch.inf)).any()) for x in added)
 
 
 def _streamed(question: Question) -> bool:
@@ -138,6 +145,8 @@ def _pass(part: Part, questions: list[Question], moved: Tensor | None, lse: Tens
         row_weights=None if counts is None else counts.expand(part.shape[:-1]),
     )
     given = None if lse is None else chosen(chosen(lse, -2, part.heads), -1, part.queries)
+    if given is not None and bool((given.masked_fill(given == -torch.inf, 0.0).abs() > _ROUNDED).any()):
+        given = None
     seen = stream.observe(part.call, wanted, heads=part.heads, queries=part.queries, lse=given)
     column = iter(range(len(sums)))
     return [_read(part, q, seen, moved, next(column) if q.name == "mass_on" else 0) for q in questions]

@@ -285,14 +285,15 @@ def moved_by(
     v: Float[Tensor, "... value_heads keys dim"], join: Float[Tensor, "... heads out dim"] | None, heads: int
 ) -> Float[Tensor, "... heads keys"]:
     """The norm of what each head moves when it puts a weight of 1 on a key: |W_O v| (Kobayashi 2020)."""
-    v = v.to(torch.promote_types(v.dtype, torch.float32))
-    group = heads // v.shape[-3]
-    if join is None:
-        norm: Tensor = v.norm(dim=-1)
-        return norm.repeat_interleave(group, -2)
-    # |W v|² = vᵀ (WᵀW) v: the small product spares the wide one
-    join = join.to(v.dtype)
-    gram = (join.transpose(-2, -1) @ join).unflatten(-3, (-1, group))
-    values = v.unsqueeze(-3)
-    squares: Tensor = ((values @ gram) * values).sum(-1)
-    return positive(squares).sqrt().flatten(-3, -2)
+    with torch.autocast(v.device.type, enabled=False):
+        v = v.to(torch.promote_types(v.dtype, torch.float32))
+        group = heads // v.shape[-3]
+        if join is None:
+            norm: Tensor = v.norm(dim=-1)
+            return norm.repeat_interleave(group, -2)
+        # |W v|² = vᵀ (WᵀW) v: the small product spares the wide one
+        join = join.to(v.dtype)
+        gram = (join.transpose(-2, -1) @ join).unflatten(-3, (-1, group))
+        values = v.unsqueeze(-3)
+        squares: Tensor = ((values @ gram) * values).sum(-1)
+        return positive(squares).sqrt().flatten(-3, -2)

@@ -45,11 +45,13 @@ function signed(x) {
 // After Okabe and Ito (2008). With more roles than colours, the frame's line tells them apart.
 const HUES = ["#d55e00", "#009e73", "#56b4e9", "#cc79a7", "#e69f00", "#0072b2", "#a89b00", "#8a6d5a"];
 const LINES = ["solid", "dashed", "dotted", "double"];
-const ROLES = [...new Set([...record.cards.map((card) => card.role)])];
+// In the order of the table of roles: a role has the same colour on every page.
+const KNOWN = [...new Set([...Object.keys(record.roles), ...record.cards.map((card) => card.role)])];
+const ROLES = [...new Set(record.cards.map((card) => card.role))];
 const counted = (role) => new Set(record.cards.filter((card) => card.role === role).map((card) => card.name)).size;
 ROLES.sort((a, b) => counted(b) - counted(a));
-const roleColour = (role) => (role === undefined ? "transparent" : HUES[ROLES.indexOf(role) % HUES.length]);
-const roleLine = (role) => LINES[Math.floor(Math.max(0, ROLES.indexOf(role)) / HUES.length) % LINES.length];
+const roleColour = (role) => (role === undefined ? "transparent" : HUES[KNOWN.indexOf(role) % HUES.length]);
+const roleLine = (role) => LINES[Math.floor(Math.max(0, KNOWN.indexOf(role)) / HUES.length) % LINES.length];
 const initials = (role) => {
   const words = role.split(/[\s/-]+/).filter((word) => word && !/^(for|of|the)$/.test(word));
   return words.length > 1 ? words.slice(0, 2).map((word) => word[0].toUpperCase()).join("") : role.slice(0, 1).toUpperCase() + role.slice(1, 2);

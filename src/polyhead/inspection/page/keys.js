@@ -102,9 +102,15 @@ function onKey(event) {
   if ($("keys").open && event.key !== "?") return;
   if (event.key === "Escape") {
     if (event.target.matches?.("input")) event.target.blur();
+    if (event.target === $("search")) { $("search").value = ""; set({ search: "" }); return; }
     if (state.lock) set({ lock: null, hover: null }); else if (state.cell) set({ cell: null });
     $("export").open = false;
     tip(event);
+    return;
+  }
+  if (event.target === $("search") && event.key === "Enter") {
+    const first = tiles.find((one) => !one.dimmed);
+    if (first) set({ layer: first.at, head: first.place, cell: null });
     return;
   }
   if (event.target.matches?.("input, dialog *")) return;
