@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from polyhead import ALiBi, Causal, Heads, MultiHeadAttention, Padding, RelativeBias, Score, Segments, Window
-from polyhead.kernels import metrics
+from polyhead.kernels import metrics, stream
 
 NEIGHBOURHOODS = {
     "dense": lambda: None,
@@ -207,7 +207,7 @@ def test_nothing_of_queries_x_keys_is_ever_held(monkeypatch):
             lambda: heads.mass("first"), lambda: heads.contribution().received(), heads._repr_html_,
         ):  # fmt: skip
             measure()
-    assert biggest <= metrics.BLOCK < 4 * tokens * tokens
+    assert biggest <= stream._ROWS * stream._COLUMNS < 4 * tokens * tokens
 
 
 def test_heatmap_averages_cells_of_any_size():

@@ -21,8 +21,8 @@ from polyhead.kernels.metrics import cells, positive
 from polyhead.kernels.reference import chosen
 from polyhead.score import Dot
 
-# A block of scores: 2 MB of fp32. Smaller ones cost calls, larger ones leave the cache.
-_ROWS, _COLUMNS = 256, 2048
+# A block of scores: 8 MB of fp32. In smaller ones threads wait for each other, larger ones leave the cache.
+_ROWS, _COLUMNS = 1024, 2048
 # Queries whose columns are summed together: few leave much to add up, many keep threads waiting.
 _CHUNK = 64
 # The C++ has code for so many sums over keys.
