@@ -212,10 +212,7 @@ def _print(
             verdict = "yes" if pair.weight > 0.5 else "hardly" if pair.weight > 0.2 else "no"
             if everybody.get(pair.head) == pair.at:
                 verdict = "only as nearly all words do there"
-            console.print(
-                f"  {pair.looks} looks at {pair.at}: {verdict}, {pair.weight:.2f} at most ({pair.head})",
-                highlight=False,
-            )
+            console.print(f"  {pair.looks} looks at {pair.at}: {verdict}, {pair.weight:.2f} at most ({pair.head})")
 
 
 def _roles(found: Found) -> Any:

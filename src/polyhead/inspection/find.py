@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from polyhead.heads import Heads
 from polyhead.inspection.capture import NOTHING_SEEN, Seen, capture
 from polyhead.inspection.corpus import Sentence, shipped
+from polyhead.inspection.effect import Progress
 from polyhead.inspection.here import allowed
 from polyhead.inspection.probes import Count, Joined, places
 from polyhead.inspection.roles import ROLES, Card, Found, Role, cards_of, own_role
@@ -22,7 +23,6 @@ from polyhead.models import Tokens
 Where = list[tuple[int, int]]
 Around = tuple[tuple[int, ...], tuple[int, ...]]
 Run = Callable[[Tensor], Any]
-Progress = Callable[[Sequence[Any]], Iterable[Any]]
 # Tokens that are read together, and numbers in one block of weights: no more memory than that.
 _TOKENS, _BLOCK = 512, 1 << 22
 # Random tokens that are read twice.
