@@ -59,20 +59,11 @@ def test_the_command_line_explains_itself(arguments, tmp_path):
 
 
 def test_importing_it_is_quick():
-    """Less than 0.3 s more than torch, by what Python says that each import took."""
+    """Less than 0.3 s of the processor's time more than torch."""
+    code = "import torch, time; began = time.process_time(); import polyhead; print(time.process_time() - began)"
 
     def cost():
-        done = subprocess.run(
-            [sys.executable, "-X", "importtime", "-c", "import torch, polyhead"],
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        total = {
-            line.rsplit("|", 1)[1].strip(): int(line.split("|")[1])
-            for line in done.stderr.splitlines()[1:]
-            if "|" in line and line.split("|")[1].strip().isdigit()
-        }
-        return total["polyhead"] / 1e6
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+        return float(done.stdout)
 
     assert statistics.median(cost() for _ in range(3)) < 0.3

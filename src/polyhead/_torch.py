@@ -33,6 +33,11 @@ def numbers_hidden() -> bool:
     return torch.compiler.is_compiling() or under_transform()
 
 
+def watched() -> bool:
+    """Whether a mode sees torch's functions or operators go by: what is called past them, it would miss."""
+    return torch._C._len_torch_function_stack() > 0 or torch._C._len_torch_dispatch_stack() > 0
+
+
 def register(kind: type, tensors: tuple[str, ...]) -> None:
     """Make `kind` a pytree: the attributes named are its children, where they are not None; the rest is its structure."""
 

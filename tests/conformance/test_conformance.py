@@ -10,7 +10,8 @@ from table import DTYPES, LAYOUTS, NEIGHBOURHOODS, OPTIONS, POSITIONS, Row, rows
 import polyhead
 import polyhead.numpy as definition
 from polyhead import attend, attention_weights, explain
-from polyhead.kernels import ALONG_KEYS, tiled
+from polyhead._torch import native
+from polyhead.kernels import ALONG_KEYS, short, tiled
 from polyhead.neighbourhood import Neighbourhood
 
 ROWS = rows()
@@ -58,7 +59,10 @@ def expected_kernel(row: Row, built: Built) -> str:
     )
     biased = row.position in ("alibi", "relative") or row.option == "bias"
     padded = not 0.5 <= layout.value_dim / layout.dim <= 2
-    return "fused" if unmasked and not biased and not padded and row.option not in ("sink", "dropout") else "tiled"
+    if unmasked and not biased and not padded and row.option not in ("sink", "dropout"):
+        return "fused"
+    few = layout.keys * max(layout.dim, layout.value_dim) <= short.FEW
+    return "short" if few and built.over.exact and not biased and native is not None else "tiled"
 
 
 def differs(a: torch.Tensor, b: torch.Tensor, tolerance: float) -> bool:

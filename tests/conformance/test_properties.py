@@ -83,11 +83,11 @@ def test_any_call_equals_the_reference(data: st.DataObject, size, heads):
     options = {"over": over, "position": position, "sink": sink, "dropout": dropout, "seed": 3}
     # the rows of a batch in one tile, or each in its own
     with mock.patch.object(tiled, "SMALL", data.draw(st.sampled_from([0, tiled.SMALL]))):
-        _equal(q, k, v, options)
+        _equal(q, k, v, options, data.draw(st.sampled_from([None, "tiled"])))
 
 
-def _equal(q, k, v, options):
-    out, wanted = attend(q, k, v, **options), attend(q, k, v, kernel="reference", **options)
+def _equal(q, k, v, options, kernel=None):
+    out, wanted = attend(q, k, v, kernel=kernel, **options), attend(q, k, v, kernel="reference", **options)
     towards = torch.randn_like(out)
     got = torch.autograd.grad(out, (q, k, v), towards)
     expected = torch.autograd.grad(wanted, (q, k, v), towards)

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "dispatch.hpp"
+#include "few.hpp"
 #include "naive.hpp"
 #include "observe.hpp"
 #include "sort.hpp"
@@ -230,6 +231,15 @@ void test_observe() {
                 }
 }
 
+void test_short() {
+    for (const Kernels *kernels : instruction_sets()) {
+        std::string wrong = few::test<float>(*kernels, generator);
+        if (wrong.empty()) wrong = few::test<double>(*kernels, generator);
+        if (wrong.empty()) wrong = few::test_thin(*kernels, generator);
+        if (!wrong.empty()) fail(std::string(kernels->name) + ", few keys: " + wrong);
+    }
+}
+
 std::vector<Options> options() {
     std::vector<Options> all(6);
     all[1].batch = 2, all[1].dropout = 0.3, all[1].factor = 1.7, all[1].threads = 1;
@@ -255,6 +265,7 @@ int main() {
     };
     test_sort_refuses();
     test_observe();
+    test_short();
     for (const Graph &graph : graphs) {
         test_sort(graph);
         test_gather_sum<float>(graph, 72);

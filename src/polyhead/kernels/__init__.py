@@ -5,10 +5,11 @@ from polyhead.kernels.fused import Fused
 from polyhead.kernels.graph import Edges
 from polyhead.kernels.native import Native
 from polyhead.kernels.reference import Reference
+from polyhead.kernels.short import Short
 from polyhead.kernels.tiled import Tiled
 from polyhead.neighbourhood import Graph
 
-ALONG_KEYS: tuple[Kernel, ...] = (Fused(), Tiled(), Reference())
+ALONG_KEYS: tuple[Kernel, ...] = (Fused(), Short(), Tiled(), Reference())
 ALONG_EDGES: tuple[Kernel, ...] = (Native(), Edges(), Reference())
 
 

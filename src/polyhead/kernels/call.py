@@ -62,3 +62,13 @@ def to_heads(x: Float[Tensor, "... own items dim"], heads: int) -> Float[Tensor,
 def flat(x: Float[Tensor, "... heads items dim"]) -> Float[Tensor, "batch heads items dim"]:
     """All batch axes as one."""
     return x if x.dim() == 4 else x.flatten(0, -4) if x.dim() > 4 else x[None]
+
+
+def rows(x: Tensor, batch: tuple[int, ...], own: int) -> Tensor:
+    """(rows, *own axes): one row for the whole batch where `x` is the same for all of it."""
+    shape = tuple(x.shape)
+    shape = (1,) * (own - len(shape)) + shape
+    rest = shape[len(shape) - own :]
+    if all(n == 1 for n in shape[: len(shape) - own]):
+        return x.reshape(1, *rest)
+    return x.expand(*batch, *rest).reshape(-1, *rest)

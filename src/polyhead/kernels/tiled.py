@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from polyhead.kernels.call import Call, Result, flat
+from polyhead.kernels.call import Call, Result, flat, rows
 from polyhead.kernels.dropout import keeps
 from polyhead.kernels.fused import comparable, even, flash, refuses, strided
 from polyhead.kernels.tiles import Tile, plan
@@ -39,8 +39,8 @@ class Tiled:
         device, width, dim = call.q.device, call.v.shape[-1], call.q.shape[-1]
         assert isinstance(call.score, Dot)
         first, stop = call.over.interval(queries, keys, device)
-        mask = None if call.over.exact else _rows(call.over.mask(sizes, device), batch, 3)
-        bias = None if call.bias is None else _rows(call.bias, batch, 3)
+        mask = None if call.over.exact else rows(call.over.mask(sizes, device), batch, 3)
+        bias = None if call.bias is None else rows(call.bias, batch, 3)
         learned = any(x is not None and x.requires_grad for x in (call.table, call.bias)) and torch.is_grad_enabled()
         plain = learned or call.dropout > 0 or device.type != "cpu" or not comparable(dim, width)
         q, k, v = (call.q, call.k, call.v) if plain else even(call.q, call.k, call.v)
@@ -48,8 +48,8 @@ class Tiled:
             flat(q),
             flat(k),
             flat(v),
-            _rows(first, batch, 1),
-            _rows(stop, batch, 1),
+            rows(first, batch, 1),
+            rows(stop, batch, 1),
             mask,
             call.table,
             bias,
@@ -61,16 +61,6 @@ class Tiled:
         if q.dim() != 4:
             out, lse = out.reshape(*call.q.shape[:-1], out.shape[-1]), lse.reshape(call.q.shape[:-1])
         return (out if out.shape[-1] == width else out[..., :width]), lse
-
-
-def _rows(x: Tensor, batch: tuple[int, ...], own: int) -> Tensor:
-    """(rows, *own axes): one row for the whole batch where `x` is the same for all of it."""
-    shape = tuple(x.shape)
-    shape = (1,) * (own - len(shape)) + shape
-    rest = shape[len(shape) - own :]
-    if all(n == 1 for n in shape[: len(shape) - own]):
-        return x.reshape(1, *rest)
-    return x.expand(*batch, *rest).reshape(-1, *rest)
 
 
 class _Work:

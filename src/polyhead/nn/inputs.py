@@ -1,4 +1,4 @@
-"""How inputs reach the projections: dense or sparse, and dropped anew for each head."""
+"""How inputs reach the projections: dense or sparse, without padded rows, and dropped anew for each head."""
 
 from __future__ import annotations
 
@@ -11,7 +11,29 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from polyhead._torch import numbers_hidden
+from polyhead.kernels.rows import Live
+from polyhead.kernels.thin import mapped
+from polyhead.neighbourhood import Dense, Neighbourhood, Sizes, neighbourhood
 from polyhead.neighbourhood.order import starts
+
+# Leaving rows out costs copies: it pays where the share left out, times the features that each row is mapped by, is more
+# than this; and not where there are few numbers at all.
+_COPIES = 32
+_SMALL = 1 << 17
+
+
+def live_rows(over: Neighbourhood | Tensor | None, x: Float[Tensor, "... items features"], heads: int) -> Live | None:
+    """Which rows of a padded batch that attends to itself need be mapped at all; None for all."""
+    over = neighbourhood(over)
+    if type(over) is Dense or numbers_hidden() or x.numel() < _SMALL:
+        return None
+    over = over.within(True)
+    over.check(Sizes(tuple(x.shape[:-2]), heads, x.shape[-2], x.shape[-2]))
+    real = over.real_queries(x.shape[:-1])
+    if real is None or not real.numel() or (1 - real.float().mean()) * x.shape[-1] < _COPIES:
+        return None
+    return Live(real)
 
 
 def project(
@@ -24,8 +46,7 @@ def project(
         biases = [None] * len(x) if linear.bias is None else linear.bias.chunk(len(x))
         return torch.cat([_linear(one, w, b) for one, w, b in zip(x, maps, biases, strict=True)], -1)
     if x.layout == torch.strided:
-        y: Tensor = linear(x)
-        return y
+        return mapped(linear, x)
     if not isinstance(linear, nn.Linear):
         raise ValueError(f"sparse inputs: the projection is {type(linear).__name__}; it must be a plain nn.Linear")
     return _linear(_sparse(x), linear.weight, linear.bias)
@@ -48,7 +69,7 @@ def thinned(x: Float[Tensor, "*any"], share: float) -> Float[Tensor, "*any"]:
     steps = min(round(share * 65536), 65535)
     drawn = torch.empty(-(-x.numel() // 4), dtype=torch.int64, device=x.device).random_(-(2**63), None)
     keep = drawn.view(torch.int16)[: x.numel()].view(x.shape) >= steps - 32768
-    return x * keep * (65536 / (65536 - steps))
+    return x * keep.to(x.dtype).mul_(65536 / (65536 - steps))
 
 
 class _Pattern(NamedTuple):

@@ -3,6 +3,8 @@
 #include "gather.hpp"
 #include "gradients.hpp"
 #include "observe.hpp"
+#include "short.hpp"
+#include "thin.hpp"
 
 #define POLYHEAD_TEXT(x) #x
 #define POLYHEAD_NAME(x) POLYHEAD_TEXT(x)
@@ -17,6 +19,11 @@ const Kernels kernels = {
     [](const Problem &p, const Gradients &g) { return p.wide ? backward<double>(p, g) : backward<float>(p, g); },
     [](const GatherSum &g) { return g.wide ? gather_sum<double>(g) : gather_sum<float>(g); },
     [](const Observation &o) { observe(o); },
+    [](const Short &s) { return s.wide ? short_forward<double>(s) : short_forward<float>(s); },
+    [](const Short &s, const ShortGradients &g) {
+        return s.wide ? short_backward<double>(s, g) : short_backward<float>(s, g);
+    },
+    [](const Thin &t) { thin(t); },
 };
 
 }  // namespace POLYHEAD_SET

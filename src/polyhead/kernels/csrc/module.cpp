@@ -85,6 +85,42 @@ void observe(int64_t heads, int64_t rows, int64_t columns, int64_t queries, int6
                               out_float(top_score), reinterpret_cast<int64_t *>(top_key), top, threads});
 }
 
+using Sizes = std::vector<int64_t>;
+// a pointer, and the strides of batch, heads and items
+using Axes = std::vector<int64_t>;
+
+Strided strided(const Axes &x) { return {reinterpret_cast<const void *>(x.at(0)), x.at(1), x.at(2), x.at(3)}; }
+
+Short short_of(bool wide, const Sizes &n, const Axes &q, const Axes &k, const Axes &v, const Axes &out_, Pointer lse,
+               Pointer first, Pointer stop, int64_t rows, double scale, double dropout, int64_t threshold, int32_t seed,
+               int threads) {
+    return {wide, n.at(0), n.at(1), n.at(2), n.at(3), n.at(4), n.at(5), n.at(6), strided(q), strided(k), strided(v),
+            strided(out_), out(lse), in<int32_t>(first), in<int32_t>(stop), rows, scale, dropout, threshold, seed, threads};
+}
+
+void short_forward(bool wide, const Sizes &sizes, const Axes &q, const Axes &k, const Axes &v, const Axes &out_,
+                   Pointer lse, Pointer first, Pointer stop, int64_t rows, double scale, double dropout,
+                   int64_t threshold, int32_t seed, int threads) {
+    const Short s = short_of(wide, sizes, q, k, v, out_, lse, first, stop, rows, scale, dropout, threshold, seed, threads);
+    nb::gil_scoped_release free;
+    check(kernels_in_use().short_forward(s));
+}
+
+void short_backward(bool wide, const Sizes &sizes, const Axes &q, const Axes &k, const Axes &v, const Axes &d_out,
+                    Pointer lse, Pointer first, Pointer stop, int64_t rows, double scale, double dropout,
+                    int64_t threshold, int32_t seed, int threads, Pointer d_lse, const Axes &dq, const Axes &dk,
+                    const Axes &dv) {
+    const Short s = short_of(wide, sizes, q, k, v, d_out, lse, first, stop, rows, scale, dropout, threshold, seed, threads);
+    const ShortGradients g{strided(d_out), in(d_lse), strided(dq), strided(dk), strided(dv)};
+    nb::gil_scoped_release free;
+    check(kernels_in_use().short_backward(s, g));
+}
+
+void thin(int64_t vectors, int64_t rows, int64_t columns, Pointer x, Pointer matrix, Pointer bias, Pointer out_, int threads) {
+    nb::gil_scoped_release free;
+    kernels_in_use().thin({vectors, rows, columns, in<float>(x), in<float>(matrix), in<float>(bias), out_float(out_), threads});
+}
+
 std::vector<std::string> set_names() {
     std::vector<std::string> names;
     for (const Kernels *kernels : instruction_sets()) names.emplace_back(kernels->name);
@@ -126,6 +162,11 @@ NB_MODULE(_native, m) {
     m.def("observe", &observe, "heads"_a, "rows"_a, "columns"_a, "queries"_a, "keys"_a, "scores"_a, "column"_a, "first"_a,
           "stop"_a, "key_bias"_a, "most"_a, "sum"_a, "high"_a, "low"_a, "position"_a, "row_weights"_a, "key_weights"_a, "sums"_a,
           "row_sums"_a, "chunk_first"_a, "chunks"_a, "column_sums"_a, "top_score"_a, "top_key"_a, "top"_a, "threads"_a);
+    m.def("short_forward", &short_forward, "double"_a, "sizes"_a, "q"_a, "k"_a, "v"_a, "out"_a, "lse"_a, "first"_a, "stop"_a,
+          "rows"_a, "scale"_a, "dropout"_a, "threshold"_a, "seed"_a, "threads"_a);
+    m.def("short_backward", &short_backward, "double"_a, "sizes"_a, "q"_a, "k"_a, "v"_a, "d_out"_a, "lse"_a, "first"_a,
+          "stop"_a, "rows"_a, "scale"_a, "dropout"_a, "threshold"_a, "seed"_a, "threads"_a, "d_lse"_a, "dq"_a, "dk"_a, "dv"_a);
+    m.def("thin", &thin, "vectors"_a, "rows"_a, "columns"_a, "x"_a, "matrix"_a, "bias"_a, "out"_a, "threads"_a);
     m.def("instruction_sets", &set_names);
     m.def("instruction_set", [] { return std::string(kernels_in_use().name); });
     m.def("use", &use_set, "name"_a);

@@ -64,6 +64,40 @@ struct Observation {
     int threads;
 };
 
+// (batch, heads, items, features), of which features lie side by side; strides are in numbers.
+struct Strided {
+    const void *data;
+    int64_t batch, head, item;
+};
+
+// Attention along keys, so few that they and their gradients fit into a core's caches.
+struct Short {
+    bool wide;
+    int64_t batch, heads, key_heads, queries, keys, dim, width;
+    Strided q, k, v, out;
+    void *lse;                    // (batch, heads, queries)
+    const int32_t *first, *stop;  // (interval_rows, queries): the keys of each query
+    int64_t interval_rows;        // the batch's, or 1 for all
+    double scale, dropout;
+    int64_t threshold;
+    int32_t seed;
+    int threads;
+};
+
+struct ShortGradients {
+    Strided d_out;
+    const void *d_lse;  // as lse, or null
+    Strided dq, dk, dv;
+};
+
+// out (vectors, rows) = x (vectors, columns) · matrixᵀ (rows, columns) + bias (rows)
+struct Thin {
+    int64_t vectors, rows, columns;
+    const float *x, *matrix, *bias;
+    float *out;
+    int threads;
+};
+
 // Every entry that can fail returns false when there is no memory for its scratch.
 struct Kernels {
     const char *name;
@@ -71,6 +105,9 @@ struct Kernels {
     bool (*backward)(const Problem &, const Gradients &);
     bool (*gather_sum)(const GatherSum &);
     void (*observe)(const Observation &);
+    bool (*short_forward)(const Short &);
+    bool (*short_backward)(const Short &, const ShortGradients &);
+    void (*thin)(const Thin &);
 };
 
 }  // namespace polyhead

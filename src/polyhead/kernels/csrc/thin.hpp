@@ -1,0 +1,65 @@
+// A matrix times few vectors: as fast as the matrix can be read.
+#pragma once
+
+#include "math.hpp"
+#include "problem.hpp"
+
+namespace polyhead {
+namespace {
+
+// Four rows of the matrix, one after the other, so that memory is read in one stream; their sums end as one quad.
+template <int M>
+POLYHEAD_INLINE void thin_rows(const Thin &in, int64_t row, int count, int64_t first) {
+    constexpr int L = NATIVE<float>;
+    using V = Vec<float, L>;
+    const int64_t whole = in.columns / L * L;
+    V sum[4][M] = {};
+    float rest[4][M] = {};
+    for (int r = 0; r < count; ++r) {
+        const float *w = in.matrix + (row + r) * in.columns;
+        V other[M] = {};
+        int64_t c = 0;
+        for (; c + 2 * L <= whole; c += 2 * L) {
+            const V a = load<V>(w + c), b = load<V>(w + c + L);
+            for (int m = 0; m < M; ++m) {
+                const float *x = in.x + (first + m) * in.columns + c;
+                sum[r][m] += a * load<V>(x);
+                other[m] += b * load<V>(x + L);
+            }
+        }
+        for (; c < whole; c += L)
+            for (int m = 0; m < M; ++m) sum[r][m] += load<V>(w + c) * load<V>(in.x + (first + m) * in.columns + c);
+        for (int m = 0; m < M; ++m) {
+            sum[r][m] += other[m];
+            for (int64_t i = whole; i < in.columns; ++i) rest[r][m] += w[i] * in.x[(first + m) * in.columns + i];
+        }
+    }
+    for (int m = 0; m < M; ++m) {
+        const Quad<float> all = sums(sum[0][m], sum[1][m], sum[2][m], sum[3][m]);
+        for (int r = 0; r < count; ++r)
+            in.out[(first + m) * in.rows + row + r] = all[r] + rest[r][m] + (in.bias ? in.bias[row + r] : 0);
+    }
+}
+
+template <int M>
+void thin_part(const Thin &in, int64_t begin, int64_t end, int64_t first) {
+    int64_t row = begin;
+    for (; row + 4 <= end; row += 4) thin_rows<M>(in, row, 4, first);
+    if (row < end) thin_rows<M>(in, row, int(end - row), first);
+}
+
+// Vectors in fours, then one by one: the matrix is read from memory once, and again from the cache.
+inline void thin(const Thin &in) {
+    // each thread has rows of its own, a block of which stays in its cache for all vectors
+    const int64_t block = 64, blocks = (in.rows + block - 1) / block;
+#pragma omp parallel for num_threads(in.threads) schedule(static)
+    for (int64_t b = 0; b < blocks; ++b) {
+        const int64_t begin = b * block, end = begin + block < in.rows ? begin + block : in.rows;
+        int64_t first = 0;
+        for (; first + 4 <= in.vectors; first += 4) thin_part<4>(in, begin, end, first);
+        for (; first < in.vectors; ++first) thin_part<1>(in, begin, end, first);
+    }
+}
+
+}  // namespace
+}  // namespace polyhead

@@ -1,0 +1,149 @@
+"""Attention over few keys by a C++ kernel, as a torch operator: schema, shapes, gradients.
+
+Short sequences are what batches of sentences are made of. Each head of each sentence is computed in a core's own cache:
+scores, softmax, dropout and sum in one visit, with what lies outside of a query's interval of keys left out.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from polyhead._torch import missing, native
+from polyhead.kernels.call import Call, Result, flat, rows, to_heads
+from polyhead.kernels.fused import refuses, strided
+from polyhead.score import Dot
+
+# Numbers of one head's keys: what is made of them fits into a core's caches.
+FEW = 1 << 13
+# Fewer products are not worth a second thread.
+_PARALLEL = 1 << 15
+
+
+class Short:
+    """Dot products with few keys, on the CPU: any stretch of keys a query, and dropout."""
+
+    name = "short"
+
+    def refuses(self, call: Call) -> str | None:
+        if native is None:
+            return f"there are no C++ kernels: {missing}"
+        q, k, v = call.q, call.k, call.v
+        if not q.is_cpu:
+            return f"it runs on the CPU, and q is on {q.device.type}"
+        if call.table is not None or call.bias is not None:
+            return "it adds no bias"
+        if not call.over.exact:
+            return f"it takes stretches of keys, and {type(call.over).__name__} is a mask"
+        if k.shape[-2] * max(k.shape[-1], v.shape[-1]) > FEW:
+            return f"it is for few keys, at most {FEW} numbers a head"
+        return refuses(call)
+
+    def __call__(self, call: Call) -> Result:
+        assert isinstance(call.score, Dot)
+        batch, _, queries, keys = call.sizes
+        # halves are computed in fp32
+        dtype = torch.promote_types(call.q.dtype, torch.float32)
+        heads = math.lcm(call.k.shape[-3], call.v.shape[-3])
+        q, k, v = (flat(x).to(dtype) for x in (call.q, to_heads(call.k, heads), to_heads(call.v, heads)))
+        first, stop = (rows(x, batch, 1).int() for x in call.over.interval(queries, keys, q.device))
+        out, lse = torch.ops.polyhead.short(
+            q, k, v, first, stop, call.seed, call.score.factor(q.shape[-1]), call.dropout
+        )
+        if call.q.dim() != 4:
+            out, lse = out.reshape(*call.q.shape[:-1], out.shape[-1]), lse.reshape(call.q.shape[:-1])
+        return out.to(call.v.dtype), lse
+
+
+_INPUTS = "Tensor q, Tensor k, Tensor v, Tensor first, Tensor stop, Tensor? seed, float scale, float dropout"
+# torch.library.custom_op would import the whole compiler at the first call
+_library = torch.library.Library("polyhead", "FRAGMENT")
+_library.define(f"short({_INPUTS}) -> (Tensor, Tensor)")
+_library.define(f"short_backward(Tensor d_out, Tensor? d_lse, Tensor lse, {_INPUTS}) -> (Tensor, Tensor, Tensor)")
+
+
+def _options(
+    q: Tensor, k: Tensor, v: Tensor, first: Tensor, stop: Tensor, seed: Tensor | None, scale: float, dropout: float
+) -> dict[str, Any]:
+    """The arguments that both passes share."""
+    batch, heads, queries, dim = q.shape
+    _, key_heads, keys, width = v.shape
+    work = batch * heads * queries * keys * (dim + width)
+    return {
+        "double": q.dtype == torch.float64, "sizes": [batch, heads, key_heads, queries, keys, dim, width],
+        "q": _axes(q), "k": _axes(k), "v": _axes(v), "first": first.data_ptr(), "stop": stop.data_ptr(), "rows": len(first),
+        "scale": scale, "dropout": dropout, "threshold": round(dropout * 2**32) - 2**31,
+        "seed": 0 if seed is None else int(seed.to(torch.int32)), "threads": torch.get_num_threads() if work > _PARALLEL else 1,
+    }  # fmt: skip
+
+
+def _axes(x: Tensor) -> list[int]:
+    return [x.data_ptr(), *x.stride()[:3]]
+
+
+def _like(x: Tensor, width: int | None = None) -> Tensor:
+    """Room for (batch, heads, items, features) with the heads inside of the items, so that joining them is free."""
+    batch, heads, items, features = x.shape
+    return x.new_empty(batch, items, heads, features if width is None else width).transpose(1, 2)
+
+
+@torch.library.impl("polyhead::short", "cpu", lib=_library)
+def _short(q: Tensor, k: Tensor, v: Tensor, first: Tensor, stop: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    q, k, v, first, stop = strided(q), strided(k), strided(v), first.contiguous(), stop.contiguous()
+    out, lse = _like(q, v.shape[-1]), q.new_empty(q.shape[:3])
+    native.short_forward(**_options(q, k, v, first, stop, *rest), out=_axes(out), lse=lse.data_ptr())
+    return out, lse
+
+
+@torch.library.register_fake("polyhead::short", lib=_library)
+def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return _like(q, v.shape[-1]), q.new_empty(q.shape[:3])
+
+
+@torch.library.impl("polyhead::short_backward", "cpu", lib=_library)
+def _short_backward(
+    d_out: Tensor, d_lse: Tensor | None, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, first: Tensor, stop: Tensor, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    d_out, q, k, v = (strided(x) for x in (d_out, q, k, v))
+    lse, first, stop = lse.contiguous(), first.contiguous(), stop.contiguous()
+    d_lse = None if d_lse is None else d_lse.contiguous()
+    dq, dk, dv = _like(q), _like(k), _like(v)
+    native.short_backward(
+        **_options(q, k, v, first, stop, *rest), lse=lse.data_ptr(), d_out=_axes(d_out),
+        d_lse=0 if d_lse is None else d_lse.data_ptr(), dq=_axes(dq), dk=_axes(dk), dv=_axes(dv),
+    )  # fmt: skip
+    return dq, dk, dv
+
+
+@torch.library.register_fake("polyhead::short_backward", lib=_library)
+def _(d_out: Tensor, d_lse: Tensor | None, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Any:
+    return _like(q), _like(k), _like(v)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.set_materialize_grads(False)
+    *tensors, ctx.scale, ctx.dropout = inputs
+    ctx.save_for_backward(*tensors, output[1])
+
+
+def _backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Any, ...]:
+    *tensors, lse = ctx.saved_tensors
+    if d_out is None:
+        q, _, v = tensors[:3]
+        d_out = q.new_zeros(*q.shape[:-1], v.shape[-1])
+    gradients = torch.ops.polyhead.short_backward(d_out, d_lse, lse, *tensors, ctx.scale, ctx.dropout)
+    return (*gradients, None, None, None, None, None)
+
+
+def _no_second_derivatives(ctx: Any, *gradients: Any) -> Any:
+    raise RuntimeError(
+        "the kernel for few keys has first derivatives only; for second ones call attend(…, kernel='reference'), or torch.func"
+    )
+
+
+# without a rule of its own it would count as constant, and second derivatives as zero
+torch.library.register_autograd("polyhead::short_backward", _no_second_derivatives, lib=_library)
+torch.library.register_autograd("polyhead::short", _backward, setup_context=_save, lib=_library)

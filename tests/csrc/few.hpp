@@ -1,0 +1,157 @@
+// Attention over few keys against plain loops in double precision.
+#pragma once
+
+#include <cmath>
+#include <limits>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "dispatch.hpp"
+#include "naive.hpp"
+
+namespace few {
+
+using polyhead::Kernels;
+using polyhead::Short;
+using polyhead::ShortGradients;
+using polyhead::Strided;
+
+template <class T>
+struct Problem {
+    int64_t batch, heads, key_heads, queries, keys, dim, width, rows;
+    double dropout;
+    std::vector<T> q, k, v, d_out, d_lse;
+    std::vector<int32_t> first, stop;
+
+    template <class Generator>
+    Problem(int64_t b, int64_t h, int64_t kh, int64_t n, int64_t m, int64_t d, int64_t w, int64_t r, double drop, Generator &generator)
+        : batch(b), heads(h), key_heads(kh), queries(n), keys(m), dim(d), width(w), rows(r), dropout(drop) {
+        std::normal_distribution<float> normal;
+        for (auto [x, count] : {std::pair{&q, b * n * h * d}, {&k, b * m * kh * d}, {&v, b * m * kh * w}, {&d_out, b * n * h * w},
+                                {&d_lse, b * h * n}})
+            for (int64_t i = 0; i < count; ++i) x->push_back(T(normal(generator)));
+        for (int64_t i = 0; i < r * n; ++i) {
+            // some begin before the first key, some end after the last, some are empty
+            first.push_back(int32_t(generator() % (m + 2)) - 1);
+            stop.push_back(i % 5 == 4 ? first.back() : int32_t(generator() % (m + 3)));
+        }
+    }
+
+    // heads inside of items, as projections leave them
+    static Strided by_item(const std::vector<T> &x, int64_t items, int64_t heads, int64_t features) {
+        return {x.data(), items * heads * features, features, heads * features};
+    }
+    bool allowed(int64_t b, int64_t i, int64_t j) const {
+        const int64_t at = (rows > 1 ? b * queries : 0) + i;
+        return first[at] <= j && j < stop[at];
+    }
+    double kept(int64_t b, int64_t h, int64_t i, int64_t j) const {
+        naive::Case c{};
+        c.dropout = dropout, c.seed = 7;
+        return naive::dropout_factor(c, b * heads + h, i, j);
+    }
+};
+
+// Empty, or what is wrong.
+template <class T>
+std::string difference(const Problem<T> &p, const Kernels &kernels, int threads) {
+    const double scale = 0.3, nan = std::numeric_limits<double>::quiet_NaN();
+    std::vector<T> out(p.d_out.size(), T(nan)), lse(p.batch * p.heads * p.queries, T(nan));
+    std::vector<T> dq(p.q.size(), T(nan)), dk(p.k.size(), T(nan)), dv(p.v.size(), T(nan));
+    auto of_queries = [&](const std::vector<T> &x, int64_t n) { return p.by_item(x, p.queries, p.heads, n); };
+    auto of_keys = [&](const std::vector<T> &x, int64_t n) { return p.by_item(x, p.keys, p.key_heads, n); };
+    naive::Case c{};
+    c.dropout = p.dropout;
+    Short in{sizeof(T) == 8, p.batch, p.heads, p.key_heads, p.queries, p.keys, p.dim, p.width, of_queries(p.q, p.dim),
+             of_keys(p.k, p.dim), of_keys(p.v, p.width), of_queries(out, p.width), lse.data(), p.first.data(), p.stop.data(),
+             p.rows, scale, p.dropout, c.threshold(), 7, threads};
+    if (!kernels.short_forward(in)) return "no memory";
+    ShortGradients g{of_queries(p.d_out, p.width), p.d_lse.data(), of_queries(dq, p.dim), of_keys(dk, p.dim), of_keys(dv, p.width)};
+    if (!kernels.short_backward(in, g)) return "no memory";
+
+    std::vector<double> wq(dq.size(), 0), wk(dk.size(), 0), wv(dv.size(), 0), wo(out.size(), 0);
+    for (int64_t b = 0; b < p.batch; ++b)
+        for (int64_t h = 0; h < p.heads; ++h)
+            for (int64_t i = 0; i < p.queries; ++i) {
+                const int64_t kh = h / (p.heads / p.key_heads), row = (b * p.queries + i) * p.heads + h;
+                auto key = [&](int64_t j) { return (b * p.keys + j) * p.key_heads + kh; };
+                std::vector<double> weight(p.keys, 0), grad(p.keys, 0);
+                double total = 0, delta = 0;
+                for (int64_t j = 0; j < p.keys; ++j) {
+                    if (!p.allowed(b, i, j)) continue;
+                    double score = 0;
+                    for (int64_t d = 0; d < p.dim; ++d) score += scale * p.q[row * p.dim + d] * p.k[key(j) * p.dim + d];
+                    total += weight[j] = std::exp(score);
+                }
+                const double wanted = std::log(total), found = lse[(b * p.heads + h) * p.queries + i];
+                if (total == 0 ? !std::isinf(found) : !(std::abs(found - wanted) < 1e-4)) return "lse";
+                for (int64_t j = 0; j < p.keys; ++j) {
+                    if (total > 0) weight[j] /= total;
+                    for (int64_t w = 0; w < p.width; ++w) {
+                        const double used = weight[j] * p.kept(b, h, i, j);
+                        wo[row * p.width + w] += used * p.v[key(j) * p.width + w];
+                        wv[key(j) * p.width + w] += used * p.d_out[row * p.width + w];
+                        grad[j] += p.kept(b, h, i, j) * p.d_out[row * p.width + w] * p.v[key(j) * p.width + w];
+                    }
+                    delta += weight[j] * grad[j];
+                }
+                for (int64_t j = 0; j < p.keys; ++j) {
+                    const double ds = weight[j] * (grad[j] - delta + p.d_lse[(b * p.heads + h) * p.queries + i]) * scale;
+                    for (int64_t d = 0; d < p.dim; ++d) {
+                        wq[row * p.dim + d] += ds * p.k[key(j) * p.dim + d];
+                        wk[key(j) * p.dim + d] += ds * p.q[row * p.dim + d];
+                    }
+                }
+            }
+    auto differs = [](const std::vector<T> &x, const std::vector<double> &y) {
+        for (size_t i = 0; i < x.size(); ++i)
+            if (!(std::abs(x[i] - y[i]) <= (sizeof(T) == 4 ? 1e-4 : 1e-11) * (1 + std::abs(y[i])))) return true;
+        return false;
+    };
+    return differs(out, wo) ? "out" : differs(dq, wq) ? "dq" : differs(dk, wk) ? "dk" : differs(dv, wv) ? "dv" : "";
+}
+
+template <class T, class Generator>
+std::string test(const Kernels &kernels, Generator &generator) {
+    for (int64_t queries : {1, 7, 8, 19})
+        for (int64_t keys : {1, 16, 17, 35})
+            for (auto [dim, width] : {std::pair<int64_t, int64_t>{1, 3}, {16, 16}, {33, 20}})
+                for (double dropout : {0.0, 0.3}) {
+                    const int64_t rows = keys % 2 ? 3 : 1;
+                    Problem<T> p(3, 6, 2, queries, keys, dim, width, rows, dropout, generator);
+                    for (int threads : {1, 4}) {
+                        const std::string wrong = difference(p, kernels, threads);
+                        if (!wrong.empty())
+                            return wrong + ", " + std::to_string(queries) + " queries, " + std::to_string(keys) + " keys";
+                    }
+                }
+    return "";
+}
+
+// A matrix times few vectors; rows and columns that fill no vector, and more vectors than are taken at once.
+template <class Generator>
+std::string test_thin(const Kernels &kernels, Generator &generator) {
+    std::normal_distribution<float> normal;
+    for (int64_t vectors : {1, 4, 6})
+        for (int64_t rows : {1, 5, 67, 130})
+            for (int64_t columns : {1, 16, 37, 96}) {
+                auto drawn = [&](int64_t count) {
+                    std::vector<float> x(count);
+                    for (float &value : x) value = normal(generator);
+                    return x;
+                };
+                auto x = drawn(vectors * columns), matrix = drawn(rows * columns), bias = drawn(rows);
+                std::vector<float> out(vectors * rows, std::numeric_limits<float>::quiet_NaN());
+                kernels.thin({vectors, rows, columns, x.data(), matrix.data(), rows % 2 ? bias.data() : nullptr, out.data(), 2});
+                for (int64_t m = 0; m < vectors; ++m)
+                    for (int64_t r = 0; r < rows; ++r) {
+                        double wanted = rows % 2 ? bias[r] : 0;
+                        for (int64_t c = 0; c < columns; ++c) wanted += double(x[m * columns + c]) * matrix[r * columns + c];
+                        if (!(std::abs(out[m * rows + r] - wanted) < 1e-4 * (1 + std::abs(wanted)))) return "a product";
+                    }
+            }
+    return "";
+}
+
+}  // namespace few
