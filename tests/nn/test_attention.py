@@ -91,7 +91,8 @@ def test_padded_queries_get_zero_where_they_are_keys():
 
 @pytest.mark.parametrize("training", [True, False])
 def test_projecting_only_real_rows_changes_nothing(training, monkeypatch):
-    monkeypatch.setattr("polyhead.nn.attention._SMALL", 0)
+    monkeypatch.setattr("polyhead.nn.inputs._SMALL", 0)
+    monkeypatch.setattr("polyhead.nn.inputs._COPIES", 0)
     mha = layer(kv_heads=3, dropout=0.0).train(training)
     x = torch.randn(3, 11, 30, requires_grad=True)
     keep = torch.arange(11) < torch.tensor([3, 9, 0])[:, None]
@@ -319,9 +320,9 @@ def test_explain_says_which_kernel_and_why():
     mha, x = layer(), torch.randn(3, 11, 30)
     assert mha.explain(x).kernel == "fused"
     said = mha.explain(x, over=Window(3))
-    assert said.kernel == "tiled"
+    assert said.kernel == "short"
     assert "Window(left=3, right=3)" in said.refused["fused"]
-    assert str(said).startswith("tiled\n  not fused: ")
+    assert str(said).startswith("short\n  not fused: ")
 
 
 def translated(**words):

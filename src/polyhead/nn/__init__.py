@@ -1,6 +1,7 @@
 """Layers."""
 
 from polyhead.nn.attention import MultiHeadAttention
-from polyhead.nn.cache import KeyValueCache
+from polyhead.nn.cache import KeyValueCache, Memory
+from polyhead.nn.transformer import FeedForward, Transformer, TransformerLayer
 
-__all__ = ["KeyValueCache", "MultiHeadAttention"]
+__all__ = ["FeedForward", "KeyValueCache", "Memory", "MultiHeadAttention", "Transformer", "TransformerLayer"]

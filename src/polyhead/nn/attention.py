@@ -4,28 +4,24 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from polyhead._torch import numbers_hidden
 from polyhead.attend import Explanation, assemble, explained, run
 from polyhead.heads import Heads, Origin
 from polyhead.kernels.call import Call
 from polyhead.kernels.rows import Live
-from polyhead.neighbourhood import Dense, Neighbourhood, Sizes, neighbourhood
+from polyhead.neighbourhood import Dense, Neighbourhood, neighbourhood
 from polyhead.nn import surgery
-from polyhead.nn.cache import KeyValueCache
-from polyhead.nn.inputs import dropped, project, thinned
+from polyhead.nn.cache import KeyValueCache, Memory
+from polyhead.nn.inputs import dropped, live_rows, project, thinned
 from polyhead.position import Position
 from polyhead.score import GAT, Dot, GATv2, Score
 
 Combine = Literal["project", "concat", "mean"]
-# Of a batch that is fuller than this, or has fewer numbers, all rows are projected: leaving some out saves too little.
-_FULL = 0.9
-_SMALL = 1 << 17
 
 
 class MultiHeadAttention(nn.Module):
@@ -101,7 +97,7 @@ class MultiHeadAttention(nn.Module):
                 f"kv_heads: {kv_heads} does not divide num_heads {num_heads}; heads share keys and values in groups of one size"
             )
         _check_choices(score, position, sink, combine, d_out)
-        _check_shares(dropout=dropout, input_dropout=input_dropout, value_dropout=value_dropout)
+        check_shares(dropout=dropout, input_dropout=input_dropout, value_dropout=value_dropout)
         self.d_model, self.num_heads = d_model, num_heads
         self.kv_heads = self.value_heads = kv_heads or num_heads
         self.head_dim = head_dim or d_model // num_heads
@@ -154,7 +150,7 @@ class MultiHeadAttention(nn.Module):
     def forward(
         self,
         query: Float[Tensor, "... queries d_model"],
-        key: Float[Tensor, "... keys d_key"] | None = None,
+        key: Float[Tensor, "... keys d_key"] | Memory | None = None,
         value: Float[Tensor, "... keys d_value"] | None = None,
         over: Neighbourhood | Tensor | None = None,
         *,
@@ -166,7 +162,8 @@ class MultiHeadAttention(nn.Module):
 
         Args:
             query: who attends. With nothing else, everything attends to itself.
-            key, value: what is attended to; `value` is `key` unless given, and `key` is `query`.
+            key, value: what is attended to; `value` is `key` unless given, and `key` is `query`. What `remember` has kept of
+                them may stand in place of `key`.
             over: who may attend to whom; a bool tensor is a mask, True = may attend.
             bias: numbers added to the scores.
             cache: keys and values of earlier calls, to which this call's are appended.
@@ -197,7 +194,7 @@ class MultiHeadAttention(nn.Module):
             # (..., queries, heads · value_dim)
             output = out.transpose(-3, -2).flatten(-2)
         if o_proj is not None:
-            output = o_proj(output) if live is None else live.spread(o_proj(live.gather(output)))
+            output = project(o_proj, output) if live is None else live.spread(o_proj(live.gather(output)))
         elif self.o_bias is not None:
             output = output + self.o_bias
         if self.residual:
@@ -217,63 +214,107 @@ class MultiHeadAttention(nn.Module):
         return explained(self._call(query, key, value, over, bias, None, seed=torch.tensor(0))[0])
 
     def _call(
-        self, query: Tensor, key: Tensor | None, value: Tensor | None, over: Neighbourhood | Tensor | None,
+        self, query: Tensor, key: Tensor | Memory | None, value: Tensor | None, over: Neighbourhood | Tensor | None,
         bias: Tensor | None, cache: KeyValueCache | None, seed: Tensor | None = None,
     ) -> tuple[Call, Live | None]:  # fmt: skip
         """Project, place and remember: everything before the attention."""
         to_itself = key is None or key is query
-        key = query if key is None else key
-        value = key if value is None else value
-        self._check_inputs(query, key, value)
         over, live = neighbourhood(over), None
         if type(over) is not Dense:
             over = over.within(to_itself)
+        if isinstance(key, Memory):
+            q, k, v = self._to_memory(query, key, value)
+        else:
+            key = query if key is None else key
+            value = key if value is None else value
+            self._check_inputs(query, key, value)
             if to_itself and value is key and cache is None and not (self.input_dropout and self.training):
-                live = _live(over, query, self.num_heads)
-        q, k, v = self._projected(query, key, value, live)
-        q_norm, position = self.q_norm, self.position
-        if q_norm is not None:
-            assert self.k_norm is not None
-            q, k = q_norm(q), self.k_norm(k)
-        if position is not None:
-            filled = 0 if cache is None else cache.length
-            q = position.rotate(q, filled + k.shape[-2] - q.shape[-2])
-            k = position.rotate(k, filled)
-        if v.dtype != k.dtype:
-            # under autocast, where there is no W_V to narrow the values
-            v = v.to(k.dtype)
+                live = live_rows(over, query, self.num_heads)
+            q, k, v = self._projected(query, key, value, live)
+            k, v = self._placed(k, v, 0 if cache is None else cache.length)
+        if self.q_norm is not None:
+            q = self.q_norm(q)
         if cache is not None:
             cache.append(k, v)
             k, v = cache.k, cache.v
+        if self.position is not None:
+            q = self.position.rotate(q, k.shape[-2] - q.shape[-2])
         dropout = self.dropout if self.training else 0.0
         try:
-            call = assemble(q, k, v, over, self.score, position, bias, self.sink, dropout, seed)
+            call = assemble(q, k, v, over, self.score, self.position, bias, self.sink, dropout, seed)
         except ValueError:
             if cache is not None:
-                cache.length -= key.shape[-2]
+                cache.length -= query.shape[-2]
             raise
         return call, live
+
+    def remember(
+        self, key: Float[Tensor, "... keys d_key"], value: Float[Tensor, "... keys d_value"] | None = None
+    ) -> Memory:
+        """The keys and values of what is attended to again and again: `mha(x, mha.remember(y))` is `mha(x, y)`."""
+        value = key if value is None else value
+        if key.shape[-1] != self.d_key or value.shape[-1] != self.d_value or key.shape[:-1] != value.shape[:-1]:
+            raise ValueError(
+                f"key, value: their shapes are {tuple(key.shape)} and {tuple(value.shape)}; they must be "
+                f"(..., keys, {self.d_key}) and (..., keys, {self.d_value})"
+            )
+        return Memory(*self._placed(*self._keys_values(*self._inputs(key, value)), 0))
+
+    def _to_memory(self, query: Tensor, memory: Memory, value: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        if value is not None:
+            raise ValueError("value: the key is a memory, which holds the values too; value must be left out")
+        if query.dim() < 2 or query.shape[-1] != self.d_model:
+            raise ValueError(f"query: its shape is {tuple(query.shape)}; it must be (..., items, {self.d_model})")
+        k, v = memory
+        own = (*query.shape[:-2], self.kv_heads), (*query.shape[:-2], self.value_heads), self.head_dim, self.value_dim
+        if (k.shape[:-2], v.shape[:-2], k.shape[-1], v.shape[-1]) != own:
+            raise ValueError(
+                f"key: this memory has keys {tuple(k.shape)} and values {tuple(v.shape)}; it must be one that this layer's "
+                f"remember made, of the query's batch {tuple(query.shape[:-2])}"
+            )
+        (x,) = self._inputs(query)
+        q_proj = self.k_proj if self.q_proj is None else self.q_proj
+        return _split(project(q_proj, x), self.num_heads), k, v
+
+    def _placed(self, k: Tensor, v: Tensor, first: int) -> tuple[Tensor, Tensor]:
+        """Keys and values as they are attended to, of which the first stands at position `first`."""
+        if self.k_norm is not None:
+            k = self.k_norm(k)
+        if self.position is not None:
+            k = self.position.rotate(k, first)
+        # under autocast, where there is no W_V to narrow the values
+        return k, v if v.dtype == k.dtype else v.to(k.dtype)
 
     def _projected(
         self, query: Tensor, key: Tensor, value: Tensor, live: Live | None
     ) -> tuple[Float[Tensor, "... heads items dim"], ...]:
         """q, k and v, split into heads; one and the same tensor where they share a projection and an input."""
         mapped: Callable[[nn.Module, Any], Tensor] = project
-        x, y, z = cast("tuple[Any, Any, Any]", (query, key, value))
-        if live is not None:
+        if live is None:
+            x, y, z = self._inputs(query, key, value)
+        else:
             x = y = z = live.gather(query)
             mapped = lambda linear, rows: live.spread(linear(rows))
-        elif self.input_dropout and self.training:
-            x = dropped(query, self.num_heads, self.input_dropout)
-            y = x if key is query else dropped(key, self.num_heads, self.input_dropout)
-            z = x if value is query else y if value is key else dropped(value, self.num_heads, self.input_dropout)
-        k = _split(mapped(self.k_proj, y), self.kv_heads)
+        k, v = self._keys_values(y, z, mapped)
         if self.q_proj is not None:
             q = _split(mapped(self.q_proj, x), self.num_heads)
         else:
             q = k if query is key else _split(mapped(self.k_proj, x), self.num_heads)
-        v = k if self.v_proj is None else _split(mapped(self.v_proj, z), self.value_heads)
-        return q, k, thinned(v, self.value_dropout) if self.value_dropout and self.training else v
+        return q, k, v
+
+    def _inputs(self, *given: Tensor) -> list[Any]:
+        """Inputs as they are projected: dropped in training, one and the same for inputs that are the same."""
+        if not (self.input_dropout and self.training):
+            return list(given)
+        thin = {id(x): dropped(x, self.num_heads, self.input_dropout) for x in given}
+        return [thin[id(x)] for x in given]
+
+    def _keys_values(
+        self, key: Any, value: Any, mapped: Callable[[nn.Module, Any], Tensor] = project
+    ) -> tuple[Float[Tensor, "... heads keys dim"], Float[Tensor, "... heads keys value_dim"]]:
+        k = _split(mapped(self.k_proj, key), self.kv_heads)
+        v = k if self.v_proj is None else _split(mapped(self.v_proj, value), self.value_heads)
+        return k, thinned(v, self.value_dropout) if self.value_dropout and self.training else v
 
     def cache(
         self, batch: int | tuple[int, ...] | None, length: int, *, dtype: torch.dtype | None = None
@@ -350,17 +391,6 @@ class MultiHeadAttention(nn.Module):
         return f"{self.d_model}, num_heads={self.num_heads}{grouped}, head_dim={self.head_dim}, combine={self.combine!r}, dropout={self.dropout}"
 
 
-def _live(over: Neighbourhood, query: Tensor, heads: int) -> Live | None:
-    """Which rows of a padded batch to project; None for all."""
-    if numbers_hidden() or query.numel() < _SMALL:
-        return None
-    over.check(Sizes(tuple(query.shape[:-2]), heads, query.shape[-2], query.shape[-2]))
-    real = over.real_queries(query.shape[:-1])
-    if real is None or not real.numel() or real.sum() > _FULL * real.numel():
-        return None
-    return Live(real)
-
-
 def _check_sizes(**sizes: object) -> None:
     for name, size in sizes.items():
         if size is not None and (not hasattr(size, "__index__") or isinstance(size, bool) or operator.index(size) < 1):
@@ -383,7 +413,8 @@ def _check_choices(score: object, position: object, sink: object, combine: objec
         )
 
 
-def _check_shares(**shares: object) -> None:
+def check_shares(**shares: object) -> None:
+    """Raise where one is not a share that dropout may have."""
     for name, share in shares.items():
         if not isinstance(share, (int, float)) or not 0 <= share < 1:
             raise ValueError(f"{name}: it is {share!r}; it must be at least 0 and less than 1")

@@ -1,9 +1,18 @@
-"""The key-value cache: room for the keys and values of a sequence that grows step by step."""
+"""Keys and values that are kept: of a sequence that grows step by step, and of a memory that stays as it is."""
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from jaxtyping import Float
 from torch import Tensor
+
+
+class Memory(NamedTuple):
+    """Projected keys and values of what a sequence attends to, made once by `MultiHeadAttention.remember`."""
+
+    k: Float[Tensor, "... heads keys dim"]
+    v: Float[Tensor, "... heads keys value_dim"]
 
 
 class KeyValueCache:

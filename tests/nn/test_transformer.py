@@ -1,0 +1,294 @@
+"""Blocks against torch's, the encoder-decoder step by step against all at once, and what is said of bad input."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from polyhead import Causal, MultiHeadAttention, Padding, Rotary, capture
+from polyhead.interop.torch import from_torch
+from polyhead.nn import FeedForward, Transformer, TransformerLayer
+
+VOCAB, START, STOP = 23, 1, 2
+
+
+def layer(*, cross: bool, norm_first: bool, activation: str = "relu") -> TransformerLayer:
+    attentions = [MultiHeadAttention(12, 3) for _ in range(1 + cross)]
+    return TransformerLayer(
+        attentions[0], FeedForward(12, 31, activation=activation), cross=attentions[1] if cross else None, norm_first=norm_first
+    )  # fmt: skip
+
+
+def of_torch(theirs: nn.Module, ours: TransformerLayer) -> None:
+    """Give a layer the weights of torch's."""
+    ours.self = from_torch(theirs.self_attn)
+    norms = [ours.self_norm, ours.feedforward_norm]
+    if ours.cross is not None:
+        ours.cross = from_torch(theirs.multihead_attn)
+        norms.insert(1, ours.cross_norm)
+    ours.feedforward.up, ours.feedforward.down = theirs.linear1, theirs.linear2
+    for number, norm in enumerate(norms, 1):
+        norm.load_state_dict(getattr(theirs, f"norm{number}").state_dict())
+
+
+@pytest.mark.parametrize("activation", ["relu", "gelu"])
+@pytest.mark.parametrize("norm_first", [True, False])
+def test_an_encoders_layer_is_torchs(norm_first: bool, activation: str) -> None:
+    torch.manual_seed(0)
+    theirs = nn.TransformerEncoderLayer(
+        12, 3, 31, dropout=0.0, activation=activation, batch_first=True, norm_first=norm_first
+    )
+    ours = layer(cross=False, norm_first=norm_first, activation=activation)
+    of_torch(theirs, ours)
+    x, lengths = torch.randn(5, 7, 12), torch.tensor([7, 1, 4, 6, 3])
+    real = torch.arange(7) < lengths[:, None]
+    torch.testing.assert_close(ours(x), theirs(x))
+    wanted = theirs(x, src_key_padding_mask=~real)
+    torch.testing.assert_close(ours(x, over=Padding(lengths))[real], wanted[real])
+
+
+@pytest.mark.parametrize("norm_first", [True, False])
+def test_a_decoders_layer_is_torchs_in_value_and_gradient(norm_first: bool) -> None:
+    torch.manual_seed(0)
+    theirs = nn.TransformerDecoderLayer(12, 3, 31, dropout=0.0, batch_first=True, norm_first=norm_first)
+    ours = layer(cross=True, norm_first=norm_first)
+    of_torch(theirs, ours)
+    x, memory = torch.randn(5, 7, 12, requires_grad=True), torch.randn(5, 11, 12, requires_grad=True)
+    lengths = torch.tensor([11, 2, 5, 9, 1])
+    ahead = torch.ones(7, 7, dtype=torch.bool).triu(1)
+    padded = torch.arange(11) >= lengths[:, None]
+    wanted = theirs(x, memory, tgt_mask=ahead, memory_key_padding_mask=padded)
+    found = ours(x, memory, Causal(), memory_over=Padding(lengths))
+    torch.testing.assert_close(found, wanted)
+    weights = torch.randn_like(found)
+    for own, other in zip(
+        torch.autograd.grad((found * weights).sum(), (x, memory)),
+        torch.autograd.grad((wanted * weights).sum(), (x, memory)),
+        strict=True,
+    ):
+        torch.testing.assert_close(own, other)
+
+
+@pytest.mark.parametrize("norm_first", [True, False])
+def test_leaving_padded_rows_out_changes_no_real_row(norm_first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    ours, lengths = layer(cross=False, norm_first=norm_first).double(), torch.tensor([13, 2, 0, 5])
+    real = torch.arange(13) < lengths[:, None]
+    x = torch.randn(4, 13, 12, dtype=torch.float64, requires_grad=True)
+
+    def run() -> tuple[torch.Tensor, list[torch.Tensor]]:
+        out = ours(x, over=Padding(lengths))[real]
+        return out, list(torch.autograd.grad(out.pow(3).sum(), [x, *ours.parameters()]))
+
+    wanted, gradients = run()
+    mapped = []
+    ours.feedforward.register_forward_pre_hook(lambda _, given: mapped.append(given[0].shape))
+    monkeypatch.setattr("polyhead.nn.inputs._SMALL", 0)
+    monkeypatch.setattr("polyhead.nn.inputs._COPIES", 0)
+    found, own = run()
+    assert mapped == [(13 + 2 + 0 + 5 + 1, 12)]
+    torch.testing.assert_close(found, wanted)
+    for one, other in zip(own, gradients, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"position": Rotary()}, {"qk_norm": True}, {"score": "gatv2"}, {"score": "gat"}]
+)
+def test_a_memory_stands_for_what_it_was_made_of(options: dict) -> None:
+    torch.manual_seed(0)
+    mha = MultiHeadAttention(12, 3, **options)
+    x, y = torch.randn(2, 5, 12), torch.randn(2, 7, 12)
+    found, heads = mha(x, mha.remember(y), over=Padding([7, 3]))
+    wanted, same = mha(x, y, over=Padding([7, 3]))
+    torch.testing.assert_close(found, wanted)
+    torch.testing.assert_close(heads.weights, same.weights)
+
+
+def test_a_memory_of_another_layer_or_batch_is_refused() -> None:
+    mha = MultiHeadAttention(12, 3)
+    memory = mha.remember(torch.randn(2, 7, 12))
+    with pytest.raises(ValueError, match=r"key: this memory has keys \(2, 3, 7, 4\).* of the query's batch \(3,\)"):
+        mha(torch.randn(3, 5, 12), memory)
+    with pytest.raises(ValueError, match="key: this memory"):
+        MultiHeadAttention(12, 4)(torch.randn(2, 5, 12), memory)
+    with pytest.raises(ValueError, match="value: the key is a memory"):
+        mha(torch.randn(2, 5, 12), memory, torch.randn(2, 7, 12))
+    with pytest.raises(ValueError, match=r"key, value: their shapes are \(2, 7, 11\)"):
+        mha.remember(torch.randn(2, 7, 11))
+    with pytest.raises(ValueError, match="cache: it is for a sequence that attends to itself"):
+        mha(torch.randn(2, 5, 12), memory, cache=mha.cache(2, 9))
+
+
+def transformer(**options: object) -> Transformer:
+    torch.manual_seed(0)
+    return Transformer(VOCAB, d_model=12, num_heads=3, layers=(2, 3), d_feedforward=31, **options).eval()
+
+
+@pytest.mark.filterwarnings("ignore:enable_nested_tensor is True")
+@pytest.mark.parametrize("norm_first", [True, False])
+def test_the_encoder_decoder_is_torchs(norm_first: bool) -> None:
+    torch.manual_seed(0)
+    ours = transformer(norm_first=norm_first, activation="gelu")
+    theirs = nn.Transformer(12, 3, 2, 3, 31, 0.0, "gelu", batch_first=True, norm_first=norm_first).eval()
+    for own, other in zip(
+        [*ours.encoder, *ours.decoder], [*theirs.encoder.layers, *theirs.decoder.layers], strict=True
+    ):
+        of_torch(other, own)
+    if not norm_first:
+        # torch normalises once more at both ends, whatever norm_first says
+        theirs.encoder.norm = theirs.decoder.norm = None
+    source, target = torch.randint(VOCAB, (4, 7)), torch.randint(VOCAB, (4, 5))
+    embedded = [ours._embedded(ours.embedding, ids, 0) for ids in (source, target)]
+    mask = nn.Transformer.generate_square_subsequent_mask(5)
+    with torch.no_grad():
+        hidden = ours.decode(target, ours.encode(source))
+        torch.testing.assert_close(hidden, theirs(*embedded, tgt_mask=mask, tgt_is_causal=True))
+        torch.testing.assert_close(ours(source, target), hidden @ ours.embedding.weight.T)
+
+
+def test_the_positions_are_those_of_the_paper() -> None:
+    from polyhead.nn.transformer import sinusoids
+
+    found = sinusoids(3, 9, 6, torch.empty(0, dtype=torch.float64))
+    for row, position in enumerate(range(3, 9)):
+        for i in range(3):
+            angle = torch.tensor(position / 10_000 ** (2 * i / 6), dtype=torch.float64)
+            torch.testing.assert_close(found[row, 2 * i], angle.sin())
+            torch.testing.assert_close(found[row, 2 * i + 1], angle.cos())
+
+
+@torch.no_grad()
+def test_writing_step_by_step_is_reading_all_at_once() -> None:
+    model = transformer()
+    source, lengths = torch.randint(3, VOCAB, (5, 7)), torch.tensor([7, 1, 4, 6, 3])
+    written = model.generate(source, start=START, max_new_tokens=11, source_over=Padding(lengths))
+    assert written.shape == (5, 11)
+    target = torch.cat((torch.full((5, 1), START), written[:, :-1]), 1)
+    logits = model(source, target, source_over=Padding(lengths))
+    assert torch.equal(logits.argmax(-1), written)
+    # a source alone is written as it is in company
+    alone = model.generate(source[2:3, :4], start=START, max_new_tokens=11)
+    assert torch.equal(alone[0], written[2])
+
+
+def test_what_is_remembered_is_projected_once() -> None:
+    model, calls = transformer(), []
+    for each in model.decoder:
+        each.cross.k_proj.register_forward_hook(lambda *_: calls.append(1))
+    model.generate(torch.randint(VOCAB, (2, 7)), start=START, max_new_tokens=9)
+    assert len(calls) == 3
+
+
+def test_a_row_that_has_ended_stays_ended() -> None:
+    model = transformer()
+    source = torch.randint(3, VOCAB, (6, 7))
+    free = model.generate(source, start=START, max_new_tokens=9)
+    stop = int(free[0, 3])
+    ended = model.generate(source, start=START, stop=stop, max_new_tokens=9)
+    for row, plain in zip(ended, free, strict=True):
+        first = (plain == stop).nonzero()
+        if len(first):
+            assert torch.equal(row[: int(first[0]) + 1], plain[: int(first[0]) + 1])
+            assert (row[int(first[0]) :] == stop).all()
+        else:
+            assert torch.equal(row, plain)
+    only = model.generate(source[:1], start=START, stop=[stop, VOCAB - 1], max_new_tokens=9)
+    assert only[0, -1] in (stop, VOCAB - 1) and only.shape[1] <= 4
+
+
+def test_drawing() -> None:
+    model, source = transformer(), torch.randint(3, VOCAB, (1, 7)).expand(400, 7)
+    likeliest = model.generate(source[:1], start=START, max_new_tokens=1)
+
+    def drawn(**options: object) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(0)
+        return model.generate(source, start=START, max_new_tokens=1, generator=generator, **options)[:, 0]
+
+    assert torch.equal(drawn(temperature=1.0), drawn(temperature=1.0))
+    assert (drawn(temperature=1.0, top_k=1) == likeliest).all()
+    assert (drawn(temperature=1.0, top_p=1e-6) == likeliest).all()
+    assert len(drawn(temperature=5.0, top_k=3).unique()) == 3
+    logits = model(source[:1], torch.tensor([[START]]))[0, 0] / 2.0
+    order = logits.softmax(-1).sort(descending=True)
+    allowed = order.indices[: int((order.values.cumsum(0) < 0.6).sum()) + 1]
+    assert set(drawn(temperature=2.0, top_p=0.6).tolist()) == set(allowed.tolist())
+    share = (drawn(temperature=2.0) == likeliest[0, 0]).double().mean()
+    torch.testing.assert_close(share, order.values[0].double(), atol=0.06, rtol=0)
+
+
+def test_heads_are_named_by_layer_and_kind() -> None:
+    model = transformer()
+    with capture(model) as seen:
+        model(torch.randint(VOCAB, (2, 7)), torch.randint(VOCAB, (2, 5)))
+    assert list(seen) == [
+        "encoder.0.self", "encoder.1.self",
+        "decoder.0.self", "decoder.0.cross", "decoder.1.self", "decoder.1.cross", "decoder.2.self", "decoder.2.cross",
+    ]  # fmt: skip
+    assert seen["decoder.2.cross"].shape == (2, 3, 5, 7)
+    assert (seen["decoder.1.self"].weights.triu(1) == 0).all()
+
+
+def test_two_vocabularies() -> None:
+    model = transformer(source_vocab=41)
+    assert model.source_embedding.weight.shape == (41, 12)
+    model(torch.full((1, 3), 40), torch.full((1, 2), VOCAB - 1))
+    with pytest.raises(ValueError, match="source: they lie between 41 and 41; they must be the vocabulary's, 0 to 40"):
+        model(torch.full((1, 3), 41), torch.full((1, 2), 1))
+    with pytest.raises(ValueError, match="target: they lie between 23 and 23"):
+        model(torch.full((1, 3), 40), torch.full((1, 2), VOCAB))
+
+
+def test_weights_on_the_meta_device_cost_nothing() -> None:
+    with torch.device("meta"):
+        model = Transformer(37_000)
+    # Vaswani 2017, base: 65 million
+    assert sum(p.numel() for p in model.parameters()) == 63_084_544
+
+
+def test_copies_are_independent_and_compile() -> None:
+    model = transformer()
+    source, target = torch.randint(VOCAB, (2, 7)), torch.randint(VOCAB, (2, 5))
+    wanted = model(source, target)
+    twin = copy.deepcopy(model)
+    nn.init.zeros_(twin.embedding.weight)
+    torch.testing.assert_close(model(source, target), wanted)
+    found = torch.compile(model, fullgraph=True, backend="eager")(source, target)
+    torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"source": torch.empty(2, 0, dtype=torch.long)}, r"source: its shape is \(2, 0\)"),
+        ({"source": torch.ones(3, dtype=torch.long)}, r"source: its shape is \(3,\)"),
+        ({"source": torch.ones(2, 3)}, r"source: they are torch.float32; they must be torch.int64"),
+        ({"start": VOCAB}, "start: they lie between 23 and 23"),
+        ({"max_new_tokens": 0}, "max_new_tokens: it is 0; it must be a whole number, 1 or more"),
+        ({"temperature": -1.0}, "temperature: it is -1.0"),
+        ({"temperature": float("nan")}, "temperature: it is nan"),
+        ({"top_k": 3}, "top_k, top_p: they say what to draw from; pass a temperature"),
+        ({"top_k": 0, "temperature": 1.0}, "top_k: it is 0"),
+        ({"top_p": 1.5, "temperature": 1.0}, "top_p: it is 1.5"),
+    ],
+)
+def test_bad_requests(arguments: dict, message: str) -> None:
+    request = {"source": torch.ones(2, 3, dtype=torch.long), "start": START, "max_new_tokens": 4} | arguments
+    with pytest.raises(ValueError, match=message):
+        transformer().generate(**request)
+
+
+def test_bad_layers() -> None:
+    with pytest.raises(ValueError, match="memory: this layer has cross-attention; pass what it attends to"):
+        layer(cross=True, norm_first=True)(torch.randn(1, 3, 12))
+    with pytest.raises(ValueError, match="memory: this layer has no cross-attention"):
+        layer(cross=False, norm_first=True)(torch.randn(1, 3, 12), torch.randn(1, 3, 12))
+    with pytest.raises(ValueError, match="activation: it is 'tanh'; it must be one of relu, gelu"):
+        FeedForward(12, 31, activation="tanh")
+    with pytest.raises(ValueError, match="cross: its d_model is 9; it must be that of the attention, 12"):
+        TransformerLayer(MultiHeadAttention(12, 3), FeedForward(12, 31), cross=MultiHeadAttention(9, 3))
+    with pytest.raises(ValueError, match="layers: it is 0"):
+        Transformer(VOCAB, d_model=12, num_heads=3, layers=(2, 0))
