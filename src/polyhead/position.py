@@ -8,6 +8,7 @@ that a kernel needs: no tensor of queries x keys is ever built for it.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float, Int
@@ -34,6 +35,39 @@ class Position(nn.Module):
         """Forget all heads but these."""
 
 
+@dataclass(frozen=True)
+class Stretch:
+    """Rotary turns made slower, for texts longer than those a model was first trained on.
+
+    Args:
+        factor: how many times slower; of all turns, where `trained` is None (Chen 2023, "linear").
+        trained: the length of the first texts (Llama 3.1): turns that go round less than `low` times in it become slower,
+            those that go round more than `high` times stay, and between the two the frequencies are blended.
+        low, high: so many times.
+    """
+
+    factor: float
+    trained: int | None = None
+    low: float = 1.0
+    high: float = 4.0
+
+    def __post_init__(self) -> None:
+        if not self.factor > 0:
+            raise ValueError(f"Stretch: factor is {self.factor}; it must be more than 0")
+        if self.trained is not None and (self.trained < 1 or not 0 < self.low < self.high):
+            raise ValueError(
+                f"Stretch: trained is {self.trained}, low {self.low} and high {self.high}; trained must be 1 or more, and 0 < low < high"
+            )
+
+    def __call__(self, frequency: Float[Tensor, " pairs"]) -> Float[Tensor, " pairs"]:
+        """The frequencies, in radians a position, as they become."""
+        if self.trained is None:
+            return frequency / self.factor
+        rounds = self.trained * frequency / (2 * math.pi)
+        kept = ((rounds - self.low) / (self.high - self.low)).clamp(0, 1)
+        return frequency * (kept + (1 - kept) / self.factor)
+
+
 class Rotary(Position):
     """Rotary position embedding (Su 2021): pairs of features turn by position x frequency, base^(-2i/dim).
 
@@ -41,13 +75,23 @@ class Rotary(Position):
         dim: how many leading features turn; by default all.
         base: the ratio between the fastest and the slowest turn.
         interleaved: pairs are (0, 1), (2, 3), … as in the paper and GPT-J, instead of (i, i + dim/2) as in Llama.
+        stretch: how turns are made slower, for long texts.
     """
 
-    def __init__(self, dim: int | None = None, *, base: float = 10_000.0, interleaved: bool = False) -> None:
+    def __init__(
+        self,
+        dim: int | None = None,
+        *,
+        base: float = 10_000.0,
+        interleaved: bool = False,
+        stretch: Stretch | None = None,
+    ) -> None:
         super().__init__()
         if dim is not None and (dim < 2 or dim % 2):
             raise ValueError(f"Rotary: dim is {dim}; it must be even, at least 2")
-        self.dim, self.base, self.interleaved = dim, base, interleaved
+        if not base > 0:
+            raise ValueError(f"Rotary: base is {base}; it must be more than 0")
+        self.dim, self.base, self.interleaved, self.stretch = dim, base, interleaved, stretch
         self._table: tuple[Tensor, Tensor] | None = None
 
     def check(self, heads: int, dim: int) -> None:
@@ -76,6 +120,8 @@ class Rotary(Position):
 
     def _angles(self, start: int, stop: int, dim: int, like: Tensor) -> tuple[Tensor, Tensor]:
         frequency = self.base ** (-torch.arange(0, dim, 2, dtype=torch.float64, device=like.device) / dim)
+        if self.stretch is not None:
+            frequency = self.stretch(frequency)
         angle = torch.arange(start, stop, dtype=torch.float64, device=like.device)[:, None] * frequency
         return angle.cos().to(like.dtype), angle.sin().to(like.dtype)
 
@@ -92,7 +138,8 @@ class Rotary(Position):
         return {**self.__dict__, "_table": None}
 
     def extra_repr(self) -> str:
-        return f"dim={self.dim}, base={self.base:g}, interleaved={self.interleaved}"
+        stretched = "" if self.stretch is None else f", stretch={self.stretch}"
+        return f"dim={self.dim}, base={self.base:g}, interleaved={self.interleaved}{stretched}"
 
 
 class ALiBi(Position):

@@ -98,7 +98,14 @@ def test_a_folder_as_a_model_and_one_of_transformers(few_sentences, capsys, monk
     transformers.GPT2Model(config).save_pretrained("gpt")
     shutil.copy(folder / "tokenizer.json", "gpt")
     run("Dogs bark at the cat.", "--model", "gpt")
-    assert capsys.readouterr().out.count("The page: heads.html") == 2
+    config = transformers.GPTNeoXConfig(
+        vocab_size=30522, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64,
+        max_position_embeddings=64, bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    transformers.GPTNeoXModel(config).save_pretrained("neox")
+    shutil.copy(folder / "tokenizer.json", "neox")
+    run("Dogs bark at the cat.", "--model", "neox")
+    assert capsys.readouterr().out.count("The page: heads.html") == 3
 
 
 def test_own_pairs_and_a_treebank(capsys, monkeypatch):

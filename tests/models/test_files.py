@@ -13,8 +13,11 @@ import torch
 from torch import Tensor
 
 from polyhead import models
-from polyhead.models import Bert, files
+from polyhead.models import Bert, Gpt, Llama, files, weights
 from polyhead.models.bert import FIELDS, NAMES, Config
+from polyhead.models.gpt import Config as GptConfig
+from polyhead.models.llama import Config as LlamaConfig
+from polyhead.models.pretrained import ARCHITECTURES
 
 saving = pytest.importorskip("safetensors.torch", reason="pip install 'polyhead[inspect]'")
 
@@ -22,12 +25,12 @@ TINY = Config(d_model=12, heads=3, layers=2, d_feedforward=17, vocab=29, positio
 
 
 def settings() -> dict[str, Any]:
-    return {"model_type": "bert", **{theirs: getattr(TINY, ours) for ours, theirs in FIELDS.items()}}
+    return {"model_type": "bert", **files.named(FIELDS, TINY)}
 
 
 def state(model: Bert) -> dict[str, Tensor]:
     """The tensors of a model under the names that checkpoints use."""
-    named = {files.renamed(name, NAMES): tensor for name, tensor in model.state_dict().items()}
+    named = {weights.renamed(name, NAMES): tensor for name, tensor in model.state_dict().items()}
     return {name: tensor.contiguous() for name, tensor in named.items() if name is not None}
 
 
@@ -83,11 +86,11 @@ def test_names_go_both_ways(model: Bert) -> None:
     with torch.device("meta"):
         names = list(Bert(TINY._replace(masked_lm=True)).state_dict())
     back = {theirs: ours for ours, theirs in NAMES.items()}
-    theirs = [files.renamed(name, NAMES) for name in names]
+    theirs = [weights.renamed(name, NAMES) for name in names]
     assert len(set(theirs)) == len(names)
-    assert [files.renamed(str(name), back) for name in theirs] == names
-    assert files.renamed("encoder.layer.{}.output.dense.weight", back) is None
-    assert files.renamed("encoder.layers.3.weight", back) is None
+    assert [weights.renamed(str(name), back) for name in theirs] == names
+    assert weights.renamed("encoder.layer.{}.output.dense.weight", back) is None
+    assert weights.renamed("encoder.layers.3.weight", back) is None
 
 
 def old(name: str) -> str:
@@ -257,7 +260,8 @@ def test_files_that_are_not_safetensors(folder: Path, damage: Any, message: str)
         ({"layer_norm_eps": "small"}, "layer_norm_eps is 'small'; it must be a number"),
         ({"hidden_dropout_prob": 1.5}, "hidden_dropout_prob is 1.5; it must be a number, at least 0 and less than 1"),
         ({"num_attention_heads": 5}, "heads: 5 does not divide d_model 12"),
-        ({"hidden_act": "swish"}, "activation: it is 'swish'; it must be one of gelu, "),
+        ({"hidden_act": "tanh"}, "hidden_act is 'tanh'; it must be one of gelu, gelu_new, gelu_pytorch_tanh, relu, silu, swish"),
+        ({"hidden_act": ["gelu"]}, r"hidden_act is \['gelu'\]; it must be one of gelu, "),
         ({"position_embedding_type": "relative_key"}, "position_embedding_type is 'relative_key'; it must be 'absolute'"),
         ({"is_decoder": True}, "is_decoder is True; it must be False"),
     ],
@@ -328,6 +332,36 @@ def test_without_a_library(folder: Path, library: str, monkeypatch: pytest.Monke
     monkeypatch.setitem(sys.modules, library, None)
     with pytest.raises(ImportError, match=rf"models are read with {library}: pip install 'polyhead\[inspect\]'"):
         Bert.from_pretrained(folder) if library == "safetensors" else models.load(folder)
+
+
+def test_load_knows_all_kinds(model: Bert, tmp_path: Path) -> None:
+    """Each with a tokenizer beside it; one of another kind is told which are known."""
+    library = pytest.importorskip("tokenizers")
+    llama = LlamaConfig(d_model=12, heads=3, layers=1, d_feedforward=17, vocab=29, positions=11)
+    kinds = {
+        "bert": model,
+        "gpt2": Gpt(GptConfig(d_model=12, heads=3, layers=1, vocab=29, positions=11)),
+        "llama": Llama(llama),
+        "mistral": Llama(llama._replace(window=4)),
+    }
+    assert kinds.keys() == ARCHITECTURES.keys()
+    for kind, one in kinds.items():
+        one.to_pretrained(tmp_path / kind)
+        library.Tokenizer(library.models.WordLevel({"cat": 3}, unk_token="cat")).save(
+            str(tmp_path / kind / "tokenizer.json")
+        )
+        assert json.loads((tmp_path / kind / "config.json").read_text())["model_type"] == kind
+        read, tokenizer = models.load(tmp_path / kind)
+        assert type(read) is type(one) is ARCHITECTURES[kind]
+        assert not read.training
+        assert tokenizer("cat").ids.tolist() == [3]
+        assert {p.dtype for p in models.load(tmp_path / kind, dtype=torch.float16).model.parameters()} == {
+            torch.float16
+        }
+    path = tmp_path / "gpt2" / "config.json"
+    path.write_text(json.dumps({"model_type": "t5"}))
+    with pytest.raises(ValueError, match="'t5'; what can be read here is 'bert', 'gpt2', 'llama', 'mistral'"):
+        models.load(tmp_path / "gpt2")
 
 
 def test_without_the_default_model(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -126,3 +126,80 @@ def test_bad_files(path: Path, tmp_path: Path) -> None:
         (tmp_path / "tokenizer.json").write_text(content)
         with pytest.raises(ValueError, match=r"tokenizer.json: it is no tokenizer that can be read"):
             Tokenizer.from_pretrained(tmp_path)
+
+
+TEXT = "The cat ran away. The cats' house isn't far; naïve 北京 😀 cats run.\n\nThe end  of it."
+
+
+@pytest.fixture(scope="module")
+def bytewise(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """A byte-level BPE of the kind GPT-2 has."""
+    made = tokenizers.Tokenizer(tokenizers.models.BPE())
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    made.post_processor = tokenizers.processors.ByteLevel(trim_offsets=False)
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=300, special_tokens=["<|endoftext|>"], show_progress=False,
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+    )  # fmt: skip
+    made.train_from_iterator([TEXT] * 3, trainer)
+    path = tmp_path_factory.mktemp("bytes") / "tokenizer.json"
+    made.save(str(path))
+    return Tokenizer(path)
+
+
+def test_bytes_into_words(bytewise: Tokenizer) -> None:
+    tokens = bytewise("The cat ran  away.\n\n The cats' 北京 isn't\t😀")
+    assert tokens.words == ("The", "cat", "ran", "away", ".", "The", "cats", "'", "北京", "isn", "'t", "😀")
+    assert "Ġcat" in tokens.pieces
+    assert tokens.closing == 0
+    numbers = [word for word in dict.fromkeys(tokens.word_of) if word is not None]
+    assert numbers == list(range(len(tokens.words)))
+    # blanks are tokens, and part of no word
+    blank = [piece for piece, word in zip(tokens.pieces, tokens.word_of, strict=True) if word is None]
+    assert blank and all(set(piece) <= set("ĠĊĉ") for piece in blank)
+    assert bytewise(" \n").words == ()
+    assert len(bytewise("")) == 0
+
+
+def test_words_given_to_bytes(bytewise: Tokenizer) -> None:
+    """Words of a treebank become the tokens that the sentence has."""
+    tokens = bytewise.of_words(["The", "cats", "isn't", "", "北京"])
+    assert tokens.ids.tolist()[:3] == bytewise("The cats isn't 北京").ids.tolist()[:3]
+    assert "Ġcats" in tokens.pieces or "Ġcat" in tokens.pieces
+    assert tokens.words == ("The", "cats", "isn't", "", "北京")
+    assert bytewise.decode(bytewise.of_words(["The", "cat"]).ids) == "The cat"
+
+
+def test_a_delimiter_among_bytes(bytewise: Tokenizer) -> None:
+    tokens = bytewise("cat<|endoftext|>The")
+    assert tokens.words == ("cat", "The")
+    assert tokens.pieces.index("<|endoftext|>") == list(tokens.word_of).index(None)
+    assert bytewise.decode(tokens.ids) == "catThe"
+    assert bytewise.mask_id is None
+
+
+@pytest.mark.parametrize("text", [TEXT, "", " leading", "naïve 北京 😀\n", "never seen: qzx Ω"])
+def test_bytes_there_and_back(bytewise: Tokenizer, text: str) -> None:
+    ids = bytewise(text).ids
+    assert bytewise.decode(ids) == text
+    assert bytewise.decode(ids.tolist()) == text
+
+
+def test_pieces_back_into_text(tokenizer: Tokenizer) -> None:
+    assert "cat" in tokenizer.decode(tokenizer("the cat ran").ids)
+    assert "[CLS]" not in tokenizer.decode(tokenizer("the cat ran").ids)
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        (torch.zeros(2, 3).long(), r"ids: they are torch.int64 of shape \(2, 3\); they must be the whole numbers of one text"),
+        (torch.zeros(3), r"ids: they are torch.float32 of shape \(3,\)"),
+        ([1, 999], "ids: 999 is not in the vocabulary"),
+        ([-1], "ids: -1 is not in the vocabulary"),
+    ],
+)  # fmt: skip
+def test_ids_that_are_no_text(bytewise: Tokenizer, ids: torch.Tensor, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        bytewise.decode(ids)

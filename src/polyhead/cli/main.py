@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 
 import polyhead
-from polyhead.cli import demo, doctor, inspect
+from polyhead.cli import demo, doctor, inspect, sizes
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -17,5 +17,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     inspect.add(commands)
     demo.add(commands)
     doctor.add(commands)
+    sizes.add(commands)
     chosen = parser.parse_args(arguments)
     chosen.run(chosen)

@@ -1,7 +1,9 @@
 """Models made of MultiHeadAttention: one file an architecture, with its sizes and the names of its checkpoints."""
 
 from polyhead.models.bert import Bert
+from polyhead.models.gpt import Gpt
+from polyhead.models.llama import Llama
 from polyhead.models.pretrained import Pretrained, default, load
 from polyhead.models.tokens import Tokenizer, Tokens
 
-__all__ = ["Bert", "Pretrained", "Tokenizer", "Tokens", "default", "load"]
+__all__ = ["Bert", "Gpt", "Llama", "Pretrained", "Tokenizer", "Tokens", "default", "load"]

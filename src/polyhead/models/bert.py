@@ -6,7 +6,7 @@ finds, normalises, adds what a feed-forward network makes of it, and normalises 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,10 +15,10 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from polyhead._torch import numbers_hidden
-from polyhead.models import files
+from polyhead.models import files, saving, weights
 from polyhead.neighbourhood import Neighbourhood
-from polyhead.nn import MultiHeadAttention
+from polyhead.nn import FeedForward, MultiHeadAttention, TransformerLayer
+from polyhead.nn.transformer import ACTIVATIONS, check_ids, embedding
 
 
 class Config(NamedTuple):
@@ -53,11 +53,15 @@ SIZES = {
     "minilm-l6": Config(384, 12, 6, 1536),
 }
 
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "gelu": F.gelu,
-    "gelu_new": lambda x: F.gelu(x, approximate="tanh"),
-    "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
-    "relu": F.relu,
+# what Devlin 2018, Turc 2019 and Wang 2020 say of them; Turc counts the head for masked words too
+PUBLISHED = {
+    "base": "110M",
+    "large": "340M",
+    "tiny": "4.4M",
+    "mini": "11.3M",
+    "small": "29.1M",
+    "medium": "41.7M",
+    "minilm-l12": "33M",
 }
 
 # the model's modules, as checkpoints name them; {} is the number of a layer
@@ -66,14 +70,14 @@ NAMES = {
     "embeddings.positions": "embeddings.position_embeddings",
     "embeddings.token_types": "embeddings.token_type_embeddings",
     "embeddings.norm": "embeddings.LayerNorm",
-    "layers.{}.attention.q_proj": "encoder.layer.{}.attention.self.query",
-    "layers.{}.attention.k_proj": "encoder.layer.{}.attention.self.key",
-    "layers.{}.attention.v_proj": "encoder.layer.{}.attention.self.value",
-    "layers.{}.attention.o_proj": "encoder.layer.{}.attention.output.dense",
-    "layers.{}.attention_norm": "encoder.layer.{}.attention.output.LayerNorm",
-    "layers.{}.up": "encoder.layer.{}.intermediate.dense",
-    "layers.{}.down": "encoder.layer.{}.output.dense",
-    "layers.{}.norm": "encoder.layer.{}.output.LayerNorm",
+    "layers.{}.self.q_proj": "encoder.layer.{}.attention.self.query",
+    "layers.{}.self.k_proj": "encoder.layer.{}.attention.self.key",
+    "layers.{}.self.v_proj": "encoder.layer.{}.attention.self.value",
+    "layers.{}.self.o_proj": "encoder.layer.{}.attention.output.dense",
+    "layers.{}.self_norm": "encoder.layer.{}.attention.output.LayerNorm",
+    "layers.{}.feedforward.up": "encoder.layer.{}.intermediate.dense",
+    "layers.{}.feedforward.down": "encoder.layer.{}.output.dense",
+    "layers.{}.feedforward_norm": "encoder.layer.{}.output.LayerNorm",
     "pooler": "pooler.dense",
     "masked_lm": "cls.predictions",
     "masked_lm.dense": "cls.predictions.transform.dense",
@@ -111,11 +115,9 @@ class Bert(nn.Module):
         super().__init__()
         if config.heads < 1 or config.d_model % config.heads:
             raise ValueError(f"heads: {config.heads} does not divide d_model {config.d_model}; it must, in a BERT")
-        if config.activation not in ACTIVATIONS:
-            raise ValueError(f"activation: it is {config.activation!r}; it must be one of {', '.join(ACTIVATIONS)}")
         self.config = config
         self.embeddings = Embeddings(config)
-        self.layers = nn.ModuleList(Layer(config) for _ in range(config.layers))
+        self.layers = nn.ModuleList(_layer(config) for _ in range(config.layers))
         self.pooler = nn.Linear(config.d_model, config.d_model) if config.pooler else None
         self.masked_lm = MaskedLM(config) if config.masked_lm else None
         self.apply(_reset)
@@ -138,21 +140,21 @@ class Bert(nn.Module):
         Raises:
             ValueError: for ids that the model has no embedding for, and texts longer than its positions.
         """
-        self._check("ids", ids, self.config.vocab, "the vocabulary's")
+        check_ids("ids", ids, self.config.vocab)
         if ids.dim() < 1 or ids.shape[-1] > self.config.positions:
             raise ValueError(
                 f"ids: their shape is {tuple(ids.shape)}; it must be (..., tokens), with at most {self.config.positions} tokens, "
                 "for the model has no more positions (Tokens.shortened cuts a text)"
             )
         if token_types is not None:
-            self._check("token_types", token_types, self.config.token_types, "the types'")
+            check_ids("token_types", token_types, self.config.token_types)
             if token_types.shape != ids.shape:
                 raise ValueError(
                     f"token_types: their shape is {tuple(token_types.shape)}; it must be that of ids, {tuple(ids.shape)}"
                 )
         x = self.embeddings(ids, token_types)
         for layer in self.layers:
-            x = layer(x, over)
+            x = layer(x, over=over)
         return x
 
     def pooled(self, hidden: Float[Tensor, "... tokens d_model"]) -> Float[Tensor, "... d_model"]:
@@ -168,11 +170,11 @@ class Bert(nn.Module):
         return self.masked_lm(hidden, self.embeddings.words.weight)
 
     @classmethod
-    def from_pretrained(cls, path_or_package: str | Path, *, dtype: torch.dtype = torch.float32) -> Bert:
+    def from_pretrained(cls, path_or_package: str | Path, *, dtype: torch.dtype | None = torch.float32) -> Bert:
         """A trained BERT, in evaluation mode, from a folder with config.json and model.safetensors, or from a package.
 
         Checkpoints of the bare model and of models with heads are read alike; of the heads only the one for masked
-        language modelling is kept.
+        language modelling is kept. With `dtype=None` the numbers stay as they are stored.
 
         Raises:
             FileNotFoundError: where there is no such folder, or a file is missing from it.
@@ -182,27 +184,31 @@ class Bert(nn.Module):
         fields = files.config(folder, ("bert",))
         fields.expect(position_embedding_type="absolute", is_decoder=False, add_cross_attention=False)
         arguments = fields.as_arguments(FIELDS, SIZES["base"])
-        with files.opened(folder) as weights:
-            names = _today(weights)
-            modules = {name.rpartition(".")[0] for name in names.values()}
+        with weights.opened(folder) as stored:
+            tensors = _today(stored)
+            modules = {name.rpartition(".")[0] for name, _ in tensors}
             arguments |= {head: NAMES[head] in modules for head in ("pooler", "masked_lm")}
-            try:
-                # nothing is drawn that the checkpoint would replace
-                with torch.device("meta"):
-                    model = cls(Config(**arguments))
-            except ValueError as error:
-                raise ValueError(f"{fields.path}: {error}") from None
-            files.fill(model, weights, NAMES, names, dtype=dtype)
+            model = fields.build(cls, Config(**arguments))
+            weights.fill(model, stored, NAMES, tensors, dtype=dtype)
         return model.eval()
 
-    def _check(self, name: str, numbers: Tensor, count: int, whose: str) -> None:
-        if numbers.dtype not in (torch.int64, torch.int32):
-            raise ValueError(f"{name}: they are {numbers.dtype}; they must be torch.int64 or torch.int32")
-        if numbers_hidden() or numbers.is_meta or not numbers.numel():
-            return
-        low, high = (int(bound) for bound in numbers.aminmax())
-        if low < 0 or high >= count:
-            raise ValueError(f"{name}: they lie between {low} and {high}; they must be {whose}, 0 to {count - 1}")
+    def to_pretrained(self, folder: str | Path) -> None:
+        """Write config.json and model.safetensors, as transformers reads them and `from_pretrained` does.
+
+        Raises:
+            ValueError: where the model is not what its configuration says, as with heads that were pruned or gated.
+        """
+        with torch.device("meta"):
+            fresh = type(self)(self.config)
+        tensors = saving.named_tensors(self, fresh, NAMES)
+        if self.masked_lm is not None:
+            tensors = {name if name.startswith("cls.") else f"bert.{name}": tensor for name, tensor in tensors.items()}
+        fields = {
+            "model_type": "bert",
+            "architectures": ["BertModel" if self.masked_lm is None else "BertForMaskedLM"],
+            **files.named(FIELDS, self.config),
+        }
+        saving.save(folder, fields, tensors)
 
 
 class Embeddings(nn.Module):
@@ -210,9 +216,9 @@ class Embeddings(nn.Module):
 
     def __init__(self, config: Config) -> None:
         super().__init__()
-        self.words = _embedding(config.vocab, config.d_model)
-        self.positions = _embedding(config.positions, config.d_model)
-        self.token_types = _embedding(config.token_types, config.d_model)
+        self.words = embedding(config.vocab, config.d_model)
+        self.positions = embedding(config.positions, config.d_model)
+        self.token_types = embedding(config.token_types, config.d_model)
         self.norm = nn.LayerNorm(config.d_model, config.eps)
         self.dropout = nn.Dropout(config.dropout)
 
@@ -222,24 +228,14 @@ class Embeddings(nn.Module):
         return self.dropout(self.norm(x))
 
 
-class Layer(nn.Module):
-    """Attention, then a feed-forward network for each token; both are added to the token and normalised."""
-
-    def __init__(self, config: Config) -> None:
-        super().__init__()
-        self.attention = MultiHeadAttention(config.d_model, config.heads, dropout=config.attention_dropout)
-        self.attention_norm = nn.LayerNorm(config.d_model, config.eps)
-        self.up = nn.Linear(config.d_model, config.d_feedforward)
-        self.down = nn.Linear(config.d_feedforward, config.d_model)
-        self.norm = nn.LayerNorm(config.d_model, config.eps)
-        self.dropout = nn.Dropout(config.dropout)
-        self.activation = config.activation
-
-    def forward(self, x: Tensor, over: Neighbourhood | Tensor | None) -> Tensor:
-        found, _ = self.attention(x, over=over)
-        x = self.attention_norm(x + self.dropout(found))
-        made = self.down(ACTIVATIONS[self.activation](self.up(x)))
-        return self.norm(x + self.dropout(made))
+def _layer(config: Config) -> TransformerLayer:
+    return TransformerLayer(
+        MultiHeadAttention(config.d_model, config.heads, dropout=config.attention_dropout),
+        FeedForward(config.d_model, config.d_feedforward, activation=config.activation),
+        norm=partial(nn.LayerNorm, eps=config.eps),
+        norm_first=False,
+        dropout=config.dropout,
+    )
 
 
 class MaskedLM(nn.Module):
@@ -256,11 +252,6 @@ class MaskedLM(nn.Module):
         return F.linear(self.norm(ACTIVATIONS[self.activation](self.dense(hidden))), words, self.bias)
 
 
-def _embedding(count: int, features: int) -> nn.Embedding:
-    """An embedding that is not drawn yet: `_reset` does it. nn.Embedding's own draw loads torch's compiler on the meta device."""
-    return nn.Embedding.from_pretrained(torch.empty(count, features), freeze=False)
-
-
 def _reset(module: nn.Module) -> None:
     if isinstance(module, (nn.Linear, nn.Embedding)):
         nn.init.trunc_normal_(module.weight, std=0.02, a=-0.04, b=0.04)
@@ -273,30 +264,14 @@ _OTHER_HEADS = ("cls.seq_relationship.", "classifier.", "qa_outputs.")
 _WORDS, _DECODER = "embeddings.word_embeddings.weight", "cls.predictions.decoder."
 
 
-def _today(weights: files.Weights) -> dict[str, str]:
-    """The tensors of a checkpoint that are read, each with its name in NAMES."""
-    names = {}
-    for stored in weights.names:
-        name = stored.removeprefix("bert.").replace("LayerNorm.gamma", "LayerNorm.weight")
+def _today(stored: weights.Weights) -> list[tuple[str, weights.Stored]]:
+    """The tensors of a checkpoint that are read, each under its name in NAMES."""
+    tensors = []
+    for old in stored.names:
+        name = old.removeprefix("bert.").replace("LayerNorm.gamma", "LayerNorm.weight")
         name = name.replace("LayerNorm.beta", "LayerNorm.bias")
         if name != "embeddings.position_ids" and not name.startswith(_OTHER_HEADS):
-            names[stored] = name
+            tensors.append((name, stored[old]))
     for copy, original in ((f"{_DECODER}weight", _WORDS), (f"{_DECODER}bias", "cls.predictions.bias")):
-        _drop_copy(weights, names, copy, original)
-    return names
-
-
-def _drop_copy(weights: files.Weights, names: dict[str, str], copy: str, original: str) -> None:
-    """Leave out a tensor that the checkpoint holds twice; the decoder's are those of other modules."""
-    stored = {name: key for key, name in names.items()}
-    if copy not in stored:
-        return
-    if original not in stored:
-        names[stored[copy]] = original
-        return
-    same = (weights.read(stored[name], torch.float32) for name in (copy, original))
-    if not torch.equal(*same):
-        raise ValueError(
-            f"{weights.path}: {stored[copy]} is not {stored[original]}; they must be equal, for the decoder is the embeddings"
-        )
-    del names[stored[copy]]
+        tensors = weights.without_copy(tensors, copy, original)
+    return tensors

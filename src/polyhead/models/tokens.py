@@ -21,8 +21,8 @@ class Tokens:
 
     Attributes:
         ids: their numbers in the vocabulary.
-        pieces: their texts in the vocabulary, such as "cat" and "##s".
-        word_of: for each token the number of its word; None for a special token such as [CLS].
+        pieces: their texts in the vocabulary, such as "cat" and "##s", or "Ġcat" and "s".
+        word_of: for each token the number of its word; None for a special token such as [CLS], and for blanks.
         words: the text's own words, in its own spelling.
         closing: how many special tokens, such as [SEP], the tokenizer put at the end.
     """
@@ -56,7 +56,7 @@ class Tokens:
 
 
 class Tokenizer:
-    """Text into tokens, by a tokenizer.json: `tokenizer(text)`, `tokenizer.of_words(words)`.
+    """Text into tokens, by a tokenizer.json: `tokenizer(text)`, `tokenizer.of_words(words)`; and back, `tokenizer.decode(ids)`.
 
     Nothing is cut off and nothing padded, whatever the file says about it.
     """
@@ -75,6 +75,10 @@ class Tokenizer:
         # The special tokens that are no words even where they are written in the text itself: not those that stand for a word.
         unknown = getattr(self._encoder.model, "unk_token", None)
         self._delimiters = set(special.values()) - {self.mask_id, special.get(unknown)}
+        # Whether a word's space is part of its pieces (byte-level BPE), and has to be given with a word that comes alone.
+        in_text = self._encoder.encode("a b").ids
+        alone, spaced = (self._encoder.encode(["a", b], is_pretokenized=True).ids for b in ("b", " b"))
+        self._spaced = in_text != alone and in_text == spaced
 
     @classmethod
     def from_pretrained(cls, path_or_package: str | Path) -> Tokenizer:
@@ -99,7 +103,8 @@ class Tokenizer:
         encoding = self._encoder.encode(text)
         spans: dict[int, tuple[int, int]] = {}
         for (start, stop), word in zip(encoding.offsets, self._word_of(encoding), strict=True):
-            if word is not None:
+            # blanks between words are tokens of byte-level tokenizers, and no words
+            if word is not None and not (start < stop and text[start:stop].isspace() and word not in spans):
                 spans[word] = (spans[word][0] if word in spans else start, stop)
         limits = [*(start for start, _ in spans.values()), len(text)][1:]
         words = tuple(_whole(text, *span, limit) for span, limit in zip(spans.values(), limits, strict=True))
@@ -113,8 +118,21 @@ class Tokenizer:
         if isinstance(words, str) or not all(isinstance(word, str) for word in words):
             raise ValueError(f"words: it is {words!r:.60}; it must be a list of str (call the tokenizer with a text)")
         _check_unicode("words", *words)
-        encoding = self._encoder.encode(list(words), is_pretokenized=True)
+        given = [f" {word}" if number and self._spaced else word for number, word in enumerate(words)]
+        encoding = self._encoder.encode(given, is_pretokenized=True)
         return self._tokens(encoding, {number: number for number in range(len(words))}, tuple(words))
+
+    def decode(self, ids: Int[Tensor, "tokens"] | Sequence[int]) -> str:
+        """The text of tokens, such as a model has written, without special tokens."""
+        if isinstance(ids, Tensor) and (ids.dim() != 1 or ids.is_floating_point()):
+            raise ValueError(
+                f"ids: they are {ids.dtype} of shape {tuple(ids.shape)}; they must be the whole numbers of one text, (tokens,)"
+            )
+        numbers = [int(number) for number in ids]
+        unknown = next((n for n in numbers if n < 0 or self._encoder.id_to_token(n) is None), None)
+        if unknown is not None:
+            raise ValueError(f"ids: {unknown} is not in the vocabulary; they must be ids of this tokenizer")
+        return str(self._encoder.decode(numbers, skip_special_tokens=True))
 
     def _word_of(self, encoding: Any) -> list[int | None]:
         """The tokenizer's own number of the word of each token; None for special tokens."""
@@ -122,7 +140,7 @@ class Tokenizer:
         return [None if special or number in self._delimiters else word for number, word, special in rows]
 
     def _tokens(self, encoding: Any, numbers: dict[int, int], words: tuple[str, ...]) -> Tokens:
-        word_of = tuple(None if word is None else numbers[word] for word in self._word_of(encoding))
+        word_of = tuple(None if word is None else numbers.get(word) for word in self._word_of(encoding))
         added = encoding.special_tokens_mask
         closing = next((n for n, special in enumerate(reversed(added)) if not special), 0)
         return Tokens(torch.tensor(encoding.ids, dtype=torch.long), tuple(encoding.tokens), word_of, words, closing)

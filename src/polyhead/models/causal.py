@@ -1,0 +1,169 @@
+"""Models that read from left to right and write what comes next: what GPT and Llama share."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from polyhead.models.files import Fields
+from polyhead.neighbourhood import Causal, Neighbourhood, Window, neighbourhood
+from polyhead.nn import KeyValueCache, TransformerLayer
+from polyhead.nn.generate import check_request, continued
+from polyhead.nn.transformer import check_ids
+
+
+class CausalModel(nn.Module, ABC):
+    """The base of models whose tokens see those before them: embeddings, pre-norm layers, a last norm, scores.
+
+    Attributes:
+        config: its `vocab` and `positions` are what ids and lengths are held against.
+        window: how many keys a token sees, its own with them; None for all before it.
+    """
+
+    config: Any
+    words: nn.Embedding
+    layers: nn.ModuleList
+    norm: nn.Module
+    window: int | None = None
+
+    @abstractmethod
+    def embedded(self, ids: Int[Tensor, "... tokens"], first: int) -> Float[Tensor, "... tokens d_model"]:
+        """What tokens are before they have read any other, the first of them at position `first`."""
+
+    @abstractmethod
+    def logits(self, hidden: Float[Tensor, "... d_model"]) -> Float[Tensor, "... vocab"]:
+        """How likely each token is to come next."""
+
+    def forward(
+        self,
+        ids: Int[Tensor, "... tokens"],
+        over: Neighbourhood | Tensor | None = None,
+        *,
+        caches: Sequence[KeyValueCache] | None = None,
+    ) -> Float[Tensor, "... tokens d_model"]:
+        """The hidden states, of which `logits` makes the next tokens.
+
+        Args:
+            ids: numbers of tokens; with caches, those that follow the ones in them.
+            over: who may attend to whom of those that come before: `Padding(lengths)` for texts of different lengths. That
+                nobody looks ahead need not be said.
+            caches: what `caches` made, to read a text a part at a time.
+
+        Raises:
+            ValueError: for ids that the model has no embedding for, and texts longer than its positions.
+        """
+        check_ids("ids", ids, self.config.vocab)
+        if caches is not None and len(caches) != len(self.layers):
+            raise ValueError(
+                f"caches: there are {len(caches)}; there must be one for each of {len(self.layers)} layers"
+            )
+        first = 0 if caches is None else caches[0].length
+        if ids.dim() < 1 or first + ids.shape[-1] > self.config.positions:
+            before = f" after the {first} in the caches" if first else ""
+            raise ValueError(
+                f"ids: their shape is {tuple(ids.shape)}{before}; it must be (..., tokens), with at most "
+                f"{self.config.positions - first} tokens, for the model has {self.config.positions} positions (Tokens.shortened cuts a text)"
+            )
+        return self._read(ids, over, caches)
+
+    def _read(self, ids: Tensor, over: Neighbourhood | Tensor | None, caches: Sequence[KeyValueCache] | None) -> Tensor:
+        tokens, first = ids.shape[-1], 0 if caches is None else caches[0].length
+        near = self._before(over, tokens, first + tokens)
+        x = self.embedded(ids, first)
+        for number, layer in enumerate(self.layers):
+            x = layer(x, over=near, cache=None if caches is None else caches[number])
+        hidden: Tensor = self.norm(x)
+        return hidden
+
+    def _before(self, over: Neighbourhood | Tensor | None, tokens: int, keys: int) -> Neighbourhood | None:
+        """Who may attend to whom: nobody ahead, nobody further than the window. One token may attend to all before it."""
+        far = self.window is not None and keys > self.window
+        if over is None and tokens == 1 and not far:
+            return None
+        before: Neighbourhood = Causal()
+        if self.window is not None and far:
+            before = before & Window(self.window - 1, 0)
+        return before if over is None else before & neighbourhood(over)
+
+    def caches(self, batch: int | tuple[int, ...] | None, length: int) -> list[KeyValueCache]:
+        """Room for the keys and values of `length` tokens in every layer, empty; None for ids without a batch axis."""
+        return [layer.self.cache(batch, length) for layer in self.layers if isinstance(layer, TransformerLayer)]
+
+    def generate(
+        self,
+        ids: Int[Tensor, "batch tokens"],
+        max_new_tokens: int,
+        *,
+        stop: int | Sequence[int] | None = None,
+        temperature: float = 0.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        generator: torch.Generator | None = None,
+    ) -> Int[Tensor, "batch tokens+new"]:
+        """Go on with each text, one token after the other: the prompts with what follows. Call it in evaluation mode.
+
+        Args:
+            ids: the prompts, all of one length.
+            max_new_tokens: how many tokens to write; fewer where every text has come to a stop.
+            stop: the token, or tokens, that end a text; what comes after it is filled with it.
+            temperature: 0 takes the likeliest token each time (greedy); else tokens are drawn from softmax(logits / temperature).
+            top_k: draw from so many likeliest tokens.
+            top_p: draw from the likeliest tokens that together have this probability.
+            generator: what draws.
+
+        Raises:
+            ValueError: for a prompt that is empty, and where prompt and new tokens are more than the model's positions.
+        """
+        check_request(ids, max_new_tokens, self.config.positions, temperature, top_k, top_p)
+        check_ids("ids", ids, self.config.vocab)
+        with torch.inference_mode():
+            # the last token is written and never read
+            caches = self.caches(len(ids), ids.shape[1] + max_new_tokens - 1)
+
+            def step(new: Tensor) -> Tensor:
+                return self.logits(self._read(new, None, caches)[:, -1])
+
+            new = continued(
+                step, ids, max_new_tokens, stop=stop, temperature=temperature, top_k=top_k, top_p=top_p, generator=generator
+            )  # fmt: skip
+        # outside: a tensor like any other, which training may use
+        return torch.cat((ids, new), 1)
+
+    def _reset(self, deviation: float, *, deep: float) -> None:
+        """Draw the weights anew: normal, those that end a part of a layer with a deviation of their own; biases at zero."""
+        for name, module in self.named_modules():
+            # nothing is drawn on the meta device, where normal_ would load torch's compiler
+            if not isinstance(module, (nn.Linear, nn.Embedding)) or module.weight.is_meta:
+                continue
+            nn.init.normal_(module.weight, std=deep if name.endswith(("o_proj", "down")) else deviation)
+            if isinstance(module, nn.Linear) and module.bias is not None:
+                nn.init.zeros_(module.bias)
+
+
+def check_heads(config: Any) -> None:
+    """Raise where heads do not share the features of a token evenly."""
+    if config.heads < 1 or config.d_model % config.heads:
+        raise ValueError(f"heads: {config.heads} does not divide d_model {config.d_model}; it must")
+
+
+def ends(fields: Fields) -> dict[str, Any]:
+    """The tokens that start and end a text, as config.json says them: arguments of a configuration."""
+    start, stop = (fields.values.get(name) for name in ("bos_token_id", "eos_token_id"))
+    stops = stop if isinstance(stop, list) else [] if stop is None else [stop]
+    for name, ids in (("bos_token_id", [] if start is None else [start]), ("eos_token_id", stops)):
+        if not all(isinstance(number, int) and not isinstance(number, bool) and number >= 0 for number in ids):
+            raise ValueError(
+                f"{fields.path}: {name} is {fields.values[name]!r:.60}; it must be the number of a token, or null"
+            )
+    return {"start": start, "stop": tuple(stops)}
+
+
+def named_ends(start: int | None, stop: tuple[int, ...]) -> dict[str, Any]:
+    """The same, as config.json says them."""
+    ids: Any = None if not stop else stop[0] if len(stop) == 1 else list(stop)
+    return {"bos_token_id": start, "eos_token_id": ids}

@@ -1,0 +1,149 @@
+"""`polyhead sizes`: exact counts, made by building; what is derived from them; how they are printed."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import polyhead
+from polyhead.cli.main import main
+from polyhead.cli.sizes import rounded, short, sizes
+from polyhead.models import bert
+
+COUNTS = {
+    "bert-base": 109_482_240,
+    "bert-large": 335_141_888,
+    "bert-tiny": 4_385_920,
+    "bert-mini": 11_170_560,
+    "bert-small": 28_763_648,
+    "bert-medium": 41_373_184,
+    "bert-minilm-l12": 33_360_000,
+    "bert-minilm-l6": 22_713_216,
+    "gpt2-small": 124_439_808,
+    "gpt2-medium": 354_823_168,
+    "gpt2-large": 774_030_080,
+    "gpt2-xl": 1_557_611_200,
+    "distilgpt2": 81_912_576,
+    "gpt3": 174_604_259_328,
+    "llama2-7b": 6_738_415_616,
+    "llama2-13b": 13_015_864_320,
+    "llama2-70b": 68_976_648_192,
+    "llama3-8b": 8_030_261_248,
+    "llama3-70b": 70_553_706_496,
+    "llama3.2-1b": 1_235_814_400,
+    "tinyllama": 1_100_048_384,
+    "mistral-7b": 7_241_732_096,
+}
+# where the published figure is another: Turc counts a head, Llama's card cuts digits off, Mistral says 7.3B
+OTHERS = ["bert-mini", "bert-small", "bert-medium", "llama3.2-1b", "mistral-7b"]
+
+
+def test_counts() -> None:
+    assert {size.name: size.parameters for size in sizes()} == COUNTS
+    assert [size.name for size in sizes() if size.equal is False] == OTHERS
+
+
+def test_counts_stand_nowhere_in_the_source() -> None:
+    source = "".join(path.read_text() for path in Path(polyhead.__file__).parent.rglob("*.py"))
+    digits = re.sub(r"(?<=\d)[_,](?=\d)", "", source)
+    assert [name for name, count in COUNTS.items() if str(count) in digits] == []
+
+
+def test_turc_counts_the_head_for_masked_words() -> None:
+    for name in ("tiny", "mini", "small", "medium"):
+        with torch.device("meta"):
+            model = bert.Bert(bert.SIZES[name]._replace(masked_lm=True))
+        assert rounded(sum(p.numel() for p in model.parameters()), bert.PUBLISHED[name])
+
+
+def test_what_is_derived() -> None:
+    small, xl, llama, mistral, base = (
+        next(sizes([name])) for name in ("gpt2-small", "gpt2-xl", "llama3-8b", "mistral", "bert-base")
+    )
+    # 12 d² a layer, and the head
+    assert small.flops == 2 * (12 * 12 * 768**2 + 50257 * 768)
+    assert small.attention_flops == 4 * 12 * 768 * 1024
+    assert small.cache_bytes == 2 * 12 * 768 * 2
+    assert (llama.kv_heads, llama.cache_bytes) == (8, 2 * 32 * 8 * 128 * 2)
+    assert mistral.keys == 4096
+    assert (base.cache_bytes, base.flops) == (None, 2 * 12 * 12 * 768**2)
+    assert next(sizes(["gpt2-xl"], context=100)).attention_flops == 4 * 48 * 1600 * 100
+    assert next(sizes(["gpt2-xl"], context=10**6)) == xl
+
+
+@pytest.mark.parametrize(
+    ("count", "published", "equal"),
+    [
+        (109_482_240, "110M", True), (109_482_240, "109M", True), (109_482_240, "108M", False), (68_976_648_192, "70B", True),
+        (1_557_611_200, "1.5B", False), (1_557_611_200, "1558M", True), (1_235_814_400, "1.23B", False), (95, "0.1K", True),
+    ],
+)  # fmt: skip
+def test_rounding(count: int, published: str, equal: bool) -> None:
+    assert rounded(count, published) is equal
+
+
+def test_short() -> None:
+    numbers = (0, 7, 999, 1000, 36_864, 999_499, 999_500, 124_439_808, 174_604_259_328, 10**16)
+    assert [short(n) for n in numbers] == ["0", "7", "999", "1K", "36.9K", "999K", "1M", "124M", "175B", "1e+04T"]
+
+
+def test_the_table(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("rich", reason="pip install 'polyhead[inspect]'")
+    monkeypatch.setenv("COLUMNS", "70")
+    main(["sizes"])
+    shown = capsys.readouterr().out
+    rows = {line.split()[0]: line.split() for line in shown.splitlines()[1:] if line[:1].islower()}
+    assert rows.keys() == COUNTS.keys()
+    assert rows["gpt2-small"] == [
+        "gpt2-small", "12", "12", "768", "124,439,808", "124M", "124M", "yes", "247M", "37.7M", "1,024", "36.9kB"
+    ]  # fmt: skip
+    assert rows["llama3-70b"][2] == "64/8"
+    assert rows["bert-base"][-1] == "–"
+    assert rows["bert-minilm-l6"][6:8] == ["–", "–"]
+    assert "\x1b" not in shown
+    assert "2 x the weights that it is multiplied with" in shown and "float16 or bfloat16" in shown
+
+
+def test_json(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["sizes", "gpt2-xl", "70b", "--json", "--context", "512"])
+    (xl, *others) = json.loads(capsys.readouterr().out)
+    assert (xl["name"], xl["parameters"], xl["published"], xl["equal"], xl["keys"]) == ("gpt2-xl", COUNTS["gpt2-xl"], "1558M", True, 512)  # fmt: skip
+    assert [size["name"] for size in others] == ["llama2-70b", "llama3-70b"]
+
+
+def test_it_is_quick() -> None:
+    """In a process of its own: all are built within seconds, without torch's compiler, and without rich for JSON."""
+    code = (
+        "import sys, time\nfrom polyhead.cli.main import main\nstart = time.perf_counter()\nmain(['sizes', '--json'])\n"
+        "print(time.perf_counter() - start, file=sys.stderr)\n"
+        "assert 'torch._dynamo' not in sys.modules and 'rich' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    # 1 s on an idle machine
+    assert float(done.stderr) < 10
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["gpt5"], "polyhead sizes: no size has 'gpt5' in its name; there are bert-base, .*, mistral-7b"),
+        (["--context", "0"], "polyhead sizes: --context: it is 0; it must be 1 or more"),
+    ],
+)
+def test_what_is_wrong_is_said(arguments: list[str], message: str) -> None:
+    with pytest.raises(SystemExit, match=message):
+        main(["sizes", *arguments])
+
+
+def test_without_rich(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "rich.console", None)
+    with pytest.raises(
+        SystemExit, match=r"polyhead sizes: tables are printed with rich: pip install 'polyhead\[inspect\]'"
+    ):
+        main(["sizes", "gpt2-small"])
