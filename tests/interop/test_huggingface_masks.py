@@ -1,0 +1,317 @@
+"""The masks of transformers' models: read as neighbourhoods, never built where that can be helped, tensors all the same."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import pickle
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+pytest.importorskip("transformers")
+
+from huggingface_pairs import BATCH, ITEMS, TEXT, batch, pair, real
+from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, masking_utils
+
+import polyhead
+from polyhead.interop import huggingface
+from polyhead.interop.huggingface import LazyMask, attention, mask
+
+CLOSE = {"atol": 1e-4, "rtol": 1e-4}
+
+
+def packed(ids: Tensor) -> Any:
+    return masking_utils.and_masks(masking_utils.causal_mask_function, masking_utils.packed_sequence_mask_function(ids))
+
+
+FUNCTIONS: dict[str, Callable[[int], Any]] = {
+    "everyone": lambda keys: masking_utils.bidirectional_mask_function,
+    "causal": lambda keys: masking_utils.causal_mask_function,
+    "window": lambda keys: masking_utils.sliding_window_causal_mask_function(4),
+    "wide window": lambda keys: masking_utils.sliding_window_causal_mask_function(keys),
+    "window to both sides": lambda keys: masking_utils.sliding_window_bidirectional_mask_function(3),
+    "chunks": lambda keys: masking_utils.chunked_causal_mask_function(4, torch.tensor([0, 3, 1])),
+    "one chunk": lambda keys: masking_utils.chunked_causal_mask_function(100, torch.tensor([0, 3, 1])),
+    "packed": lambda keys: packed((torch.arange(keys) // 5).expand(BATCH, -1)),
+    "packed, with more ids": lambda keys: packed((torch.arange(keys + 9) // 5).expand(BATCH, -1)),
+}
+# queries, keys, where the first query and the first key stand
+PLACES = {
+    "square": (11, 11, 0, 0),
+    "chunk": (4, 11, 7, 0),
+    "step": (1, 11, 10, 0),
+    "sliding cache": (2, 8, 13, 7),
+    "static cache": (5, 17, 3, 0),
+    "empty static cache": (6, 17, 0, 0),
+}
+# what does not stand where neighbourhoods count from is left to transformers
+STRANGERS = {
+    *((name, place) for name in ("window to both sides",) for place in ("static cache", "empty static cache")),
+    *(("packed", place) for place in ("static cache", "empty static cache")),
+    *(("packed, with more ids", place) for place in PLACES),
+}
+# there are not ids for all: no model asks for it
+IMPOSSIBLE = ("packed", "sliding cache")
+CASES = [case for case in itertools.product(FUNCTIONS, PLACES) if case != IMPOSSIBLE]
+
+
+def padded(kind: str, length: int) -> Tensor | None:
+    if kind == "none":
+        return None
+    keep = torch.ones(BATCH, length, dtype=torch.bool)
+    if kind == "left and right":
+        keep[1, :3], keep[2, -1:] = False, False
+    if kind == "holes":
+        keep[0, 2], keep[2, 4:6] = False, False
+    return keep
+
+
+@pytest.mark.parametrize("padding", ["none", "full", "left and right", "holes"])
+@pytest.mark.parametrize(("name", "place"), CASES)
+def test_masks_are_those_of_transformers(name: str, place: str, padding: str) -> None:
+    queries, keys, q_offset, kv_offset = PLACES[place]
+    # what a model has seen so far: a static cache is longer
+    keep = padded(padding, min(kv_offset + keys, q_offset + queries))
+    arguments = (BATCH, queries, keys, q_offset, kv_offset, FUNCTIONS[name](keys), keep)
+    stranger = (name, place) in STRANGERS
+    # a single query would be taken for a compiled step, were the skip not allowed
+    ours = mask(*arguments, allow_is_causal_skip=queries == 1 and not stranger)
+    expected = masking_utils.sdpa_mask(*arguments, allow_is_causal_skip=False)
+    assert ours is not None
+    assert isinstance(ours, LazyMask) != stranger
+    assert ours.shape == expected.shape
+    assert torch.equal(ours.clone(), expected)
+
+
+@pytest.mark.parametrize(("name", "place"), CASES)
+def test_attention_reads_them(name: str, place: str) -> None:
+    queries, keys, q_offset, kv_offset = PLACES[place]
+    keep = padded("left and right", min(kv_offset + keys, q_offset + queries))
+    arguments = (BATCH, queries, keys, q_offset, kv_offset, FUNCTIONS[name](keys), keep)
+    expected = masking_utils.sdpa_mask(*arguments, allow_is_causal_skip=False)
+    q, k, v = torch.randn(BATCH, 6, queries, 8), *torch.randn(2, BATCH, 2, keys, 8)
+    bias = torch.randn(1, 6, queries, keys)
+    options = {"scaling": 0.7, "position_bias": bias, "s_aux": torch.randn(6), "output_attentions": True}
+    out, weights = attention(nn.Module(), q, k, v, mask(*arguments, allow_is_causal_skip=False), **options)
+    s = (0.7 * q @ k.repeat_interleave(3, 1).transpose(-2, -1) + bias).masked_fill(~expected, -torch.inf)
+    p = torch.cat((s, options["s_aux"].view(6, 1, 1).expand(BATCH, -1, queries, 1)), -1).softmax(-1)[..., :-1]
+    torch.testing.assert_close(weights, p, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(out, (p @ v.repeat_interleave(3, 1)).transpose(1, 2), atol=1e-5, rtol=1e-4)
+
+
+def test_unknown_functions_are_left_to_transformers() -> None:
+    odd = lambda batch, head, query, key: (query + key) % 2 == 0
+    for function in (odd, masking_utils.or_masks(masking_utils.causal_mask_function, odd)):
+        found = mask(BATCH, 7, 7, mask_function=function, allow_is_causal_skip=False)
+        assert type(found) is Tensor
+        assert torch.equal(found, masking_utils.sdpa_mask(BATCH, 7, 7, 0, 0, function, allow_is_causal_skip=False))
+
+
+def test_a_function_that_does_something_else_is_not_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
+    def sliding_window_overlay(sliding_window: int) -> Any:
+        return lambda batch, head, query, key: key >= query - sliding_window
+
+    monkeypatch.setattr(masking_utils, "sliding_window_overlay", sliding_window_overlay)
+    huggingface.register()
+    try:
+        found = mask(BATCH, 7, 7, mask_function=sliding_window_overlay(3), allow_is_causal_skip=False)
+        assert type(found) is Tensor
+        assert isinstance(mask(BATCH, 7, 7), LazyMask)
+    finally:
+        monkeypatch.undo()
+        huggingface.register()
+    assert isinstance(mask(BATCH, 7, 7, mask_function=FUNCTIONS["window"](7)), LazyMask)
+
+
+@pytest.mark.parametrize("name", TEXT)
+def test_no_mask_is_built(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, ours = pair(name)
+    given = batch(name, padded=True)
+    built: list[str] = []
+    whole = huggingface.Allowed.numbers
+    monkeypatch.setattr(huggingface.Allowed, "numbers", lambda self: [built.append("lazy"), whole(self)][1])
+    theirs = masking_utils.sdpa_mask
+    monkeypatch.setattr(masking_utils, "sdpa_mask", lambda *a, **k: [built.append("theirs"), theirs(*a, **k)][1])
+    with torch.no_grad(), polyhead.capture(ours) as seen:
+        ours(**given)
+    assert not built
+    assert not any("Mask" in repr(heads) for heads in seen.values())
+    assert any("Padding(keep" in repr(heads) for heads in seen.values())
+
+
+def some_mask() -> LazyMask:
+    keep = padded("left and right", 9)
+    made = mask(BATCH, 9, 9, mask_function=FUNCTIONS["window"](9), attention_mask=keep)
+    assert isinstance(made, LazyMask)
+    return made
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda m: m[:, :, :, :5],
+        lambda m: m[:, :, -1:],
+        lambda m: ~m,
+        lambda m: torch.where(m, 0.0, -1e9),
+        lambda m: torch.cat((m, m), -1),
+        lambda m: m.to(torch.float32),
+        lambda m: m.clone().fill_(False),
+        lambda m: m.expand(-1, 4, -1, -1),
+        lambda m: m & m.transpose(-2, -1),
+        lambda m: torch.tensor(m.tolist()),
+        lambda m: torch.from_numpy(m.numpy()),
+        lambda m: copy.deepcopy(m),
+        lambda m: pickle.loads(pickle.dumps(m)),
+        lambda m: m.all() | m.any(),
+    ],
+)
+def test_a_lazy_mask_is_a_tensor(use: Callable[[Tensor], Tensor]) -> None:
+    lazy = some_mask()
+    expected = use(lazy.clone())
+    found = use(some_mask())
+    assert type(found) is Tensor
+    assert torch.equal(found, expected)
+
+
+def test_a_lazy_mask_stays_one_where_it_can() -> None:
+    lazy = some_mask()
+    moved = lazy.to("meta")
+    for same in (lazy.detach(), lazy.to("cpu"), lazy.bool(), lazy.contiguous(), moved):
+        assert isinstance(same, LazyMask)
+    assert moved.device.type == "meta"
+    assert all(leaf.device.type == "meta" for leaf in moved.allowed.over.leaves())
+    assert repr(lazy).startswith("LazyMask(Window(left=3, right=9) & Causal() & Padding(keep <(3, 9)>")
+
+
+@pytest.mark.parametrize(("made_in", "inference"), list(itertools.product([False, True], repeat=2)))
+def test_what_is_written_into_a_mask_counts(made_in: bool, inference: bool) -> None:
+    q, k, v = torch.randn(3, BATCH, 2, 9, 8)
+    with torch.inference_mode(made_in):
+        lazy = some_mask()
+    before, _ = attention(nn.Module(), q, k, v, lazy)
+    with torch.inference_mode(inference):
+        lazy[:, :, 5, 0] = True
+        lazy[:, :, :, 1].fill_(False)
+        after, _ = attention(nn.Module(), q, k, v, lazy)
+        expected, _ = attention(nn.Module(), q, k, v, lazy.clone())
+    assert torch.equal(after, expected)
+    assert not torch.allclose(after, before)
+
+
+def test_masks_made_by_hand() -> None:
+    theirs, ours = pair("llama")
+    ids = batch("llama", padded=False)["input_ids"]
+    keep = torch.rand(BATCH, 1, ITEMS, ITEMS) > 0.4
+    keep = keep | torch.eye(ITEMS, dtype=torch.bool)
+    added = torch.randn(BATCH, 1, ITEMS, ITEMS)
+    hidden = torch.where(keep, 0.0, torch.finfo(torch.float32).min)
+    with torch.no_grad():
+        expected = theirs(ids, attention_mask=hidden).last_hidden_state
+        torch.testing.assert_close(ours(ids, attention_mask=keep).last_hidden_state, expected, **CLOSE)
+        torch.testing.assert_close(ours(ids, attention_mask=hidden).last_hidden_state, expected, **CLOSE)
+        expected = theirs(ids, attention_mask=added).last_hidden_state
+        torch.testing.assert_close(ours(ids, attention_mask=added).last_hidden_state, expected, **CLOSE)
+
+
+def test_without_a_mask_the_module_says_whether_it_is_causal() -> None:
+    q, k, v = torch.randn(BATCH, 2, 5, 8), *torch.randn(2, BATCH, 2, 9, 8)
+    decoder, encoder = nn.Module(), nn.Module()
+    decoder.is_causal, encoder.is_causal = True, False
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+    for queries, module, causal in ((5, decoder, True), (5, encoder, False), (1, decoder, False)):
+        expected = sdpa(q[:, :, :queries], k, v, is_causal=causal).transpose(1, 2)
+        torch.testing.assert_close(attention(module, q[:, :, :queries], k, v, None)[0], expected)
+    more = attention(decoder, k, q, q, None)[0]
+    torch.testing.assert_close(more, sdpa(k, q, q, is_causal=True).transpose(1, 2))
+    assert torch.equal(attention(decoder, q, k, v, None, is_causal=False)[0], attention(encoder, q, k, v, None)[0])
+
+
+def test_a_row_without_keys_gets_zero() -> None:
+    q, k, v = torch.randn(3, BATCH, 2, 9, 8)
+    lazy = some_mask()
+    nobody = ~lazy.any(-1)[:, 0]
+    assert nobody.sum() == 3
+    out, weights = attention(nn.Module(), q, k, v, lazy, output_attentions=True)
+    assert (out[nobody] == 0).all()
+    assert (weights.transpose(1, 2)[nobody] == 0).all()
+    assert (out[~nobody] != 0).all()
+
+
+def test_steps_of_a_static_cache_have_masks_of_one_kind() -> None:
+    _, ours = pair("llama", AutoModelForCausalLM)
+    handed: list[Any] = []
+    note = lambda module, args, kwargs: handed.append(kwargs["attention_mask"])
+    ours.model.layers[0].register_forward_pre_hook(note, with_kwargs=True)
+    given = batch("llama", padded=True, left=True)
+    for cache, kinds in (("static", [LazyMask, Tensor, Tensor, Tensor]), ("dynamic", [LazyMask] * 4)):
+        handed.clear()
+        ours.generate(**given, max_new_tokens=4, pad_token_id=0, eos_token_id=None, cache_implementation=cache)
+        assert [type(x) for x in handed] == kinds
+        if cache == "static":
+            assert len({x.shape for x in handed[1:]}) == 1
+
+
+def test_a_compiled_model() -> None:
+    torch.compiler.reset()
+    theirs, ours = pair("mistral")
+    given = batch("mistral", padded=True)
+    compiled = torch.compile(ours, backend="eager", fullgraph=True)
+    with torch.no_grad():
+        expected = real(given, theirs(**given, use_cache=False).last_hidden_state)
+        torch.testing.assert_close(real(given, compiled(**given, use_cache=False).last_hidden_state), expected, **CLOSE)
+
+
+def test_a_compiled_step_with_a_static_cache() -> None:
+    torch.compiler.reset()
+    theirs, ours = pair("llama", AutoModelForCausalLM)
+    given = batch("llama", padded=True, left=True)
+    options = {"do_sample": False, "max_new_tokens": 5, "pad_token_id": 0, "eos_token_id": None}
+    expected = theirs.generate(**given, **options)
+    ours.forward = torch.compile(ours.forward, backend="eager")
+    assert torch.equal(ours.generate(**given, **options, cache_implementation="static"), expected)
+
+
+def test_registering_twice_changes_nothing() -> None:
+    tables = (AttentionInterface._global_mapping, AttentionMaskInterface._global_mapping)
+    before = [dict(table) for table in tables]
+    assert huggingface.register() is None
+    assert [dict(table) for table in tables] == before
+    assert [table["polyhead"] for table in tables] == [attention, mask]
+    assert len(huggingface._readers) == 6
+
+
+def test_transformers_must_be_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ImportError, match=r"^transformers: it cannot be imported .*pip install 'transformers>=5\.4'$"):
+        huggingface.register()
+
+
+def test_transformers_must_not_be_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(masking_utils, "sdpa_mask", lambda batch_size, cache_position, kv_length: None)
+    with pytest.raises(
+        ImportError, match=r"^transformers: it is 5\.\S+; it must be .*pip install 'transformers>=5\.4'$"
+    ):
+        huggingface.register()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"cache": object()}, "cache: it is a object; it must be None"),
+        ({"softcap": 0.0}, "softcap: it is 0.0; it must be more than 0"),
+        ({"attention_mask": torch.ones(1, 1, 3, 3).long()}, "attention_mask: it is torch.int64; it must be bool"),
+        ({"attention_mask": torch.ones(1, 1, 3, 4).bool()}, "Mask: keep has shape (1, 1, 3, 4); it must broadcast"),
+        ({"s_aux": torch.ones(3)}, "sink: its shape is (3,); it must be one number a head, (2,)"),
+        ({"dropout": 1.5}, "dropout: it is 1.5; it must be at least 0"),
+    ],
+)
+def test_errors_name_the_argument(options: dict[str, Any], message: str) -> None:
+    q, k, v = torch.randn(3, 1, 2, 3, 8)
+    with pytest.raises(ValueError) as error:
+        attention(nn.Module(), q, k, v, **{"attention_mask": None, **options})
+    assert str(error.value).startswith(message)
