@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks import dense, graph, graph_parts, inspection
+from benchmarks import dense, graph, graph_parts, inspection, models
 from benchmarks.case import Case
 
 TABLES: dict[str, tuple[Case, ...]] = {
@@ -11,6 +11,7 @@ TABLES: dict[str, tuple[Case, ...]] = {
     "graph-compiled": graph.COMPILED,
     "graph-parts": graph_parts.CASES,
     "inspection": inspection.CASES,
+    "models": models.CASES,
 }
 
 

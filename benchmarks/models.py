@@ -1,0 +1,240 @@
+"""The table `models`: whole models beside transformers' and torch's, with the same weights.
+
+The floor of generation is the products of every weight matrix with one vector, as often as tokens are written: what has to be
+read from memory, whatever the model does besides. Of torch's product and ours the faster counts.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import tempfile
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from benchmarks.case import Case, Results, Side, Sides, grad, inference
+from polyhead import Padding
+from polyhead.interop.torch import from_torch
+from polyhead.kernels.thin import linear
+from polyhead.models import Bert, Gpt
+from polyhead.nn import FeedForward, Transformer, TransformerLayer
+
+PROMPT, WRITTEN = 64, 128
+
+
+def _exchanged(theirs: Any, ours: Any) -> Any:
+    """Our model with the weights of theirs, by way of a checkpoint."""
+    with tempfile.TemporaryDirectory() as folder:
+        theirs.save_pretrained(folder)
+        return ours.from_pretrained(folder)
+
+
+def _transformers() -> Any:
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    return transformers
+
+
+def _bert(batch: int, tokens: int, shortest: int | None) -> Sides:
+    """BERT-Base; texts of different lengths, the shortest and the longest with them, where `shortest` is given."""
+    transformers = _transformers()
+    torch.manual_seed(0)
+    theirs = transformers.BertModel(transformers.BertConfig(attn_implementation="sdpa")).eval()
+    ours = _exchanged(theirs, Bert)
+    ids = torch.randint(0, theirs.config.vocab_size, (batch, tokens))
+    if shortest is None:
+        return Sides(inference(lambda: ours(ids)), inference(lambda: theirs(ids).last_hidden_state))
+    lengths = torch.linspace(shortest, tokens, batch).long()
+    real = torch.arange(tokens) < lengths[:, None]
+    mask = real.long()
+    over = Padding(lengths)
+    return Sides(
+        inference(lambda: ours(ids, over), lambda out: out[real]),
+        inference(lambda: theirs(ids, attention_mask=mask).last_hidden_state, lambda out: out[real]),
+    )
+
+
+def _gpt() -> tuple[Gpt, Any]:
+    transformers = _transformers()
+    torch.manual_seed(0)
+    theirs = transformers.GPT2LMHeadModel(transformers.GPT2Config()).eval()
+    theirs.generation_config.eos_token_id = theirs.generation_config.pad_token_id = None
+    return _exchanged(theirs, Gpt), theirs
+
+
+def _products(model: Gpt, product: Callable[[Tensor, Tensor, Tensor | None], Tensor]) -> Callable[[], Tensor]:
+    """Every weight matrix times one vector."""
+    linears = [(m.weight, m.bias) for m in model.modules() if isinstance(m, nn.Linear)]
+    matrices = [*linears, (model.words.weight, None)]
+    vectors = {width: torch.randn(1, width) for width in {weight.shape[1] for weight, _ in matrices}}
+
+    def run() -> Tensor:
+        with torch.inference_mode():
+            for weight, bias in matrices:
+                product(vectors[weight.shape[1]], weight, bias)
+        return torch.zeros(())
+
+    return run
+
+
+def _generation() -> Sides:
+    ours, theirs = _gpt()
+    ids = torch.randint(0, ours.config.vocab, (1, PROMPT))
+
+    def floor(product: Callable[[], Tensor]) -> Tensor:
+        for _ in range(WRITTEN):
+            product()
+        return torch.zeros(())
+
+    def peer() -> Tensor:
+        return theirs.generate(ids, do_sample=False, max_new_tokens=WRITTEN, attention_mask=torch.ones_like(ids))
+
+    return Sides(
+        inference(lambda: ours.generate(ids, WRITTEN), Tensor.double),
+        inference(peer, Tensor.double),
+        bounds=tuple(partial(floor, _products(ours, one)) for one in (F.linear, linear)),
+    )
+
+
+def _reading() -> Sides:
+    """How fast weights are read: the products of one token beside a plain copy of the same bytes."""
+    ours, _ = _gpt()
+    weights = [
+        m.weight.detach()
+        for m in ours.modules()
+        if isinstance(m, (nn.Linear, nn.Embedding)) and m is not ours.positions
+    ]
+    room = [torch.empty_like(weight) for weight in weights]
+
+    def copy() -> Tensor:
+        for to, weight in zip(room, weights, strict=True):
+            to.copy_(weight)
+        return torch.zeros(())
+
+    return Sides(inference(_products(ours, linear)), inference(copy), bounds=(_products(ours, F.linear),))
+
+
+# the model of experiments/translation.py
+VOCAB, WIDTH, HEADS, LAYERS, HIDDEN, DROPOUT = 4000, 128, 4, 4, 256, 0.1
+
+
+class _Theirs(nn.Module):
+    """The same encoder-decoder on `torch.nn.Transformer`."""
+
+    def __init__(self, ours: Transformer) -> None:
+        super().__init__()
+        with warnings.catch_warnings():
+            # torch says that it has no nested tensors for pre-norm
+            warnings.simplefilter("ignore")
+            self.body = nn.Transformer(WIDTH, HEADS, LAYERS, LAYERS, HIDDEN, DROPOUT, batch_first=True, norm_first=True)
+        self.ours = ours
+
+    def forward(self, source: Tensor, target: Tensor, lengths: tuple[Tensor, Tensor]) -> Tensor:
+        read, written = (
+            F.dropout(self.ours._embedded(self.ours.embedding, ids, 0), DROPOUT, self.training)
+            for ids in (source, target)
+        )
+        padded = [torch.arange(x.shape[1]) >= n[:, None] for x, n in zip((source, target), lengths, strict=True)]
+        ahead = torch.ones(target.shape[1], target.shape[1], dtype=torch.bool).triu(1)
+        return self.body(
+            read, written, tgt_mask=ahead, tgt_is_causal=True, src_key_padding_mask=padded[0],
+            memory_key_padding_mask=padded[0], tgt_key_padding_mask=padded[1],
+        )  # fmt: skip
+
+
+def _give(theirs: Any, ours: TransformerLayer) -> None:
+    """Give a layer the weights of torch's."""
+    ours.self = from_torch(theirs.self_attn)
+    norms = [ours.self_norm, ours.feedforward_norm]
+    if ours.cross is not None:
+        ours.cross = from_torch(theirs.multihead_attn)
+        assert ours.cross_norm is not None
+        norms.insert(1, ours.cross_norm)
+    ours.feedforward.load_state_dict({
+        f"{own}.{kind}": getattr(getattr(theirs, other), kind)
+        for own, other in (("up", "linear1"), ("down", "linear2")) for kind in ("weight", "bias")
+    })  # fmt: skip
+    for number, norm in enumerate(norms, 1):
+        norm.load_state_dict(getattr(theirs, f"norm{number}").state_dict())
+
+
+def _translation() -> Sides:
+    """Forward and backward of 128 sentence pairs, timed with dropout and compared without it."""
+    torch.manual_seed(0)
+    ours = Transformer(VOCAB, d_model=WIDTH, num_heads=HEADS, layers=LAYERS, d_feedforward=HIDDEN, dropout=DROPOUT)
+    # its embeddings serve both sides, and drop nothing by themselves
+    shared = Transformer(VOCAB, d_model=WIDTH, num_heads=HEADS, layers=1, d_feedforward=1, dropout=0.0)
+    shared.embedding.weight.data.copy_(ours.embedding.weight)
+    theirs = _Theirs(shared)
+    for own, other in zip(
+        (*ours.encoder, *ours.decoder), (*theirs.body.encoder.layers, *theirs.body.decoder.layers), strict=True
+    ):
+        assert isinstance(own, TransformerLayer)
+        _give(other, own)
+    lengths = torch.randint(12, 19, (128,)), torch.randint(13, 22, (128,))
+    source, target = (torch.randint(VOCAB, (128, int(n.max()))) for n in lengths)
+    real = torch.arange(target.shape[1]) < lengths[1][:, None]
+    wanted = torch.randint(VOCAB, (int(real.sum()),))
+
+    def loss(hidden: Tensor, words: Tensor) -> Tensor:
+        return F.cross_entropy(hidden[real] @ words.T, wanted, label_smoothing=0.1)
+
+    def of_ours() -> Tensor:
+        # made anew for every batch, as in training
+        read, written = (Padding(n) for n in lengths)
+        return loss(ours.decode(target, ours.encode(source, read), written, memory_over=read), ours.embedding.weight)
+
+    def of_theirs() -> Tensor:
+        return loss(theirs(source, target, lengths), shared.embedding.weight)
+
+    return Sides(
+        _step(ours, of_ours, ours.embedding.weight, _up(ours)),
+        _step(theirs, of_theirs, shared.embedding.weight, theirs.body.decoder.layers[0].linear1.weight),
+    )
+
+
+def _up(model: Transformer) -> Tensor:
+    layer = model.decoder[0]
+    assert isinstance(layer, TransformerLayer) and isinstance(layer.feedforward, FeedForward)
+    return layer.feedforward.up.weight
+
+
+def _step(model: nn.Module, loss: Callable[[], Tensor], words: Tensor, inner: Tensor) -> Side:
+    def run() -> Tensor:
+        model.zero_grad()
+        found = loss()
+        found.backward()
+        return found.detach()
+
+    def reveal(_: Tensor) -> Results:
+        model.eval()
+        with torch.enable_grad():
+            output = run()
+        model.train()
+        return Results(output, {"the embeddings": grad(words).clone(), "a feed-forward map": grad(inner).clone()})
+
+    return Side(run, reveal)
+
+
+def _no_transformers() -> str | None:
+    return (
+        None if importlib.util.find_spec("transformers") else "transformers is not installed: pip install transformers"
+    )
+
+
+CASES: tuple[Case, ...] = (
+    Case("bert-base-1x128", "transformers, sdpa", partial(_bert, 1, 128, None), lacks=_no_transformers),
+    Case("bert-base-8x512", "transformers, sdpa", partial(_bert, 8, 512, None), lacks=_no_transformers),
+    Case("bert-base-8x512-padded", "transformers, sdpa", partial(_bert, 8, 512, 32), lacks=_no_transformers),
+    Case("gpt2-generate-128", "transformers generate", _generation, tolerance=0.5, lacks=_no_transformers),
+    Case("gpt2-one-token", "a copy of the weights", _reading, lacks=_no_transformers),
+    Case("translation-step", "torch.nn.Transformer", _translation),
+)
