@@ -147,7 +147,7 @@ class Bert(nn.Module):
                 "for the model has no more positions (Tokens.shortened cuts a text)"
             )
         if token_types is not None:
-            check_ids("token_types", token_types, self.config.token_types)
+            check_ids("token_types", token_types, self.config.token_types, "the types'")
             if token_types.shape != ids.shape:
                 raise ValueError(
                     f"token_types: their shape is {tuple(token_types.shape)}; it must be that of ids, {tuple(ids.shape)}"

@@ -335,12 +335,12 @@ def embedding(count: int, features: int) -> nn.Embedding:
     return nn.Embedding.from_pretrained(torch.empty(count, features), freeze=False)
 
 
-def check_ids(name: str, ids: Tensor, vocab: int) -> None:
-    """Raise where numbers are not ids of a vocabulary."""
+def check_ids(name: str, ids: Tensor, count: int, whose: str = "the vocabulary's") -> None:
+    """Raise where numbers are not rows of an embedding, such as ids of a vocabulary."""
     if ids.dtype not in (torch.int64, torch.int32):
         raise ValueError(f"{name}: they are {ids.dtype}; they must be torch.int64 or torch.int32")
     if numbers_hidden() or ids.is_meta or not ids.numel():
         return
     low, high = (int(bound) for bound in ids.aminmax())
-    if low < 0 or high >= vocab:
-        raise ValueError(f"{name}: they lie between {low} and {high}; they must be the vocabulary's, 0 to {vocab - 1}")
+    if low < 0 or high >= count:
+        raise ValueError(f"{name}: they lie between {low} and {high}; they must be {whose}, 0 to {count - 1}")
