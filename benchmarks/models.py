@@ -89,7 +89,7 @@ def _backend(kind: str, padded: bool, **more: Any) -> Sides:
     def side(model: Any) -> Side:
         return inference(lambda: model(ids, attention_mask=mask).last_hidden_state, lambda out: out[real])
 
-    return Sides(*map(side, models))
+    return Sides(side(models[0]), side(models[1]))
 
 
 def _gpt() -> tuple[Gpt, Any]:
