@@ -18,7 +18,7 @@ ROOT = Path(__file__).parent.parent
 def test_public_names():
     assert sorted(polyhead.__all__) == [
         "ALiBi", "Causal", "Dense", "Dot", "Explanation", "GAT", "GATv2", "Graph", "Heads", "KeyValueCache", "Mask", "MultiHeadAttention", "Neighbourhood",
-        "Padding", "Position", "RelativeBias", "Rotary", "Score", "Segments", "Window", "attend", "attention_weights", "capture", "explain", "report",
+        "Padding", "Position", "RelativeBias", "Rotary", "Score", "Segments", "Stretch", "Window", "attend", "attention_weights", "capture", "explain", "report",
     ]  # fmt: skip
     assert all(hasattr(polyhead, name) for name in polyhead.__all__)
 

@@ -5,10 +5,10 @@ from polyhead.heads import Heads
 from polyhead.inspection import capture, report
 from polyhead.neighbourhood import Causal, Dense, Graph, Mask, Neighbourhood, Padding, Segments, Window
 from polyhead.nn import KeyValueCache, MultiHeadAttention
-from polyhead.position import ALiBi, Position, RelativeBias, Rotary
+from polyhead.position import ALiBi, Position, RelativeBias, Rotary, Stretch
 from polyhead.score import GAT, Dot, GATv2, Score
 
-__version__ = "0.3.0"
+__version__ = "0.4.0"
 
 __all__ = [
     "GAT",
@@ -30,6 +30,7 @@ __all__ = [
     "Rotary",
     "Score",
     "Segments",
+    "Stretch",
     "Window",
     "attend",
     "attention_weights",
