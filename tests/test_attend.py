@@ -79,6 +79,26 @@ def test_an_interval_beyond_the_keys_crashes_nothing():
     assert mha(torch.randn(1, 5, 8), over=Beyond())[1].entropy().abs().max() == 0
 
 
+class FromThird(Neighbourhood):
+    """Rows of the batch end apart, and begin alike: two bounds of different shapes."""
+
+    exact = True
+
+    def allows(self, head, query, key):
+        stop = torch.tensor([9, 5, 7])[:, None, None, None]
+        return (key >= 2) & (key < stop) & (query >= 0)
+
+    def interval(self, queries, keys, device):
+        return torch.full((1,), 2), torch.tensor([[9], [5], [7]]).expand(3, queries)
+
+
+@pytest.mark.parametrize("kernel", ["short", "tiled"])
+def test_intervals_of_different_shapes(kernel):
+    q, k, v = torch.randn(3, 2, 4, 8), torch.randn(3, 2, 9, 8), torch.randn(3, 2, 9, 8)
+    wanted = attend(q, k, v, over=FromThird(), kernel="reference")
+    torch.testing.assert_close(attend(q, k, v, over=FromThird(), kernel=kernel), wanted)
+
+
 @pytest.mark.parametrize("sink", [-torch.inf, torch.inf, 0.0])
 def test_a_sink_of_any_size_over_rows_without_keys(sink):
     q = torch.randn(1, 2, 5, 4, requires_grad=True)

@@ -34,8 +34,9 @@ def numbers_hidden() -> bool:
 
 
 def watched() -> bool:
-    """Whether a mode sees torch's functions or operators go by: what is called past them, it would miss."""
-    return torch._C._len_torch_function_stack() > 0 or torch._C._len_torch_dispatch_stack() > 0
+    """Whether a mode or a tracer sees torch's functions or operators go by: what is called past them, it would miss."""
+    modes = torch._C._len_torch_function_stack() > 0 or torch._C._len_torch_dispatch_stack() > 0
+    return modes or torch._C._is_tracing()
 
 
 def register(kind: type, tensors: tuple[str, ...]) -> None:

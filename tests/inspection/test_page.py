@@ -277,6 +277,19 @@ def test_cross_attention(opened):
     assert shown == pytest.approx(heads.weights[1, 2].tolist(), abs=0.006)
 
 
+def test_nothing_is_written_over_in_a_full_line(opened):
+    _, heads = layer()(torch.randn(9, 32), torch.randn(13, 32))
+    pair = (Text.of_words(["translations"] * 9), Text.of_words(["words"] * 13))
+    page = opened(report(heads, texts=pair, star=(0, 1)))
+    assert texts(page, ".side") == ["looked at", "looks"]
+    sides = page.locator(".side").evaluate_all("all => Math.max(...all.map(s => s.getBoundingClientRect().right))")
+    ends = "all => all.map(w => w.getBoundingClientRect()).map(box => [box.left, box.right])"
+    for side, count in (("row", 9), ("col", 13)):
+        places = [place for pair in page.locator(f".words.{side} bdi").evaluate_all(ends) for place in pair]
+        assert len(places) == 2 * count and places == sorted(places)
+        assert sides < places[0] and places[-1] <= 1280
+
+
 def test_a_graph(opened):
     names = ["Ann", "Bob", "Cleo", "Dan", "Eve"]
     edges = torch.tensor([[0, 1, 2, 3, 2, 4], [1, 2, 1, 1, 2, 0]])

@@ -64,6 +64,26 @@ def test_shapes_and_strides(products: list) -> None:
         thin.mapped(module, torch.randn(1, 11))
 
 
+@torch.no_grad()
+def test_a_bias_of_another_shape_is_torchs_matter(products: list) -> None:
+    module, x = nn.Linear(8, 64), torch.randn(1, 8)
+    module.bias = nn.Parameter(torch.full((1,), 3.0))
+    torch.testing.assert_close(thin.mapped(module, x), module(x))
+    module.bias = nn.Parameter(torch.zeros(3))
+    with pytest.raises(RuntimeError):
+        thin.mapped(module, x)
+    assert products == []
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+@torch.no_grad()
+def test_a_traced_map_computes() -> None:
+    module = nn.Linear(12, 5).requires_grad_(False)
+    traced = torch.jit.trace(lambda x: thin.mapped(module, x), torch.randn(1, 12))
+    x = torch.randn(1, 12)
+    torch.testing.assert_close(traced(x), module(x))
+
+
 def test_where_torch_serves(products: list) -> None:
     module, x = nn.Linear(12, 5), torch.randn(1, 12)
     thin.mapped(module, x).sum().backward()

@@ -88,7 +88,7 @@ def test_messages():
             ValueError, match=r"cache: it was made for \(..., heads\) = \(2, 6\), but the input gives \(3, 6\)"
         ):
             mha(torch.randn(3, 1, 24), cache=cache)
-        with pytest.raises(ValueError, match=r"length: it is 6; 5 places are filled"):
+        with pytest.raises(ValueError, match=r"length: it is 6; it must be a whole number, and 5 places are filled"):
             cache.truncate(6)
 
 
@@ -107,13 +107,14 @@ def test_a_refused_call_leaves_the_cache_as_it_was():
 @torch.no_grad()
 def test_under_autocast_the_cache_has_the_narrow_dtype():
     mha, x = MultiHeadAttention(24, 6).eval(), torch.randn(2, 5, 24)
+    early = mha.cache(2, 5)
     with torch.autocast("cpu", torch.bfloat16):
         with pytest.raises(
             ValueError, match=r"it holds torch.float32, but the keys are torch.bfloat16.*dtype=torch.bfloat16"
         ):
-            mha(x, cache=mha.cache(2, 5))
+            mha(x, cache=early)
         for layer in (mha, mha.merged()):
-            cache = layer.cache(2, 5, dtype=torch.bfloat16)
+            cache = layer.cache(2, 5)
             steps = [layer(x[:, i : i + 1], cache=cache)[0] for i in range(5)]
             torch.testing.assert_close(torch.cat(steps, 1), mha(x, over=Causal())[0], atol=5e-2, rtol=5e-2)
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import copy
+import warnings
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from polyhead import Causal, MultiHeadAttention, Padding, Rotary, capture
 from polyhead.interop.torch import from_torch
-from polyhead.nn import FeedForward, Transformer, TransformerLayer
+from polyhead.nn import FeedForward, Memory, Transformer, TransformerLayer
+from polyhead.nn.generate import Choice
 
 VOCAB, START, STOP = 23, 1, 2
 
@@ -115,6 +118,10 @@ def test_a_memory_of_another_layer_or_batch_is_refused() -> None:
         mha(torch.randn(3, 5, 12), memory)
     with pytest.raises(ValueError, match="key: this memory"):
         MultiHeadAttention(12, 4)(torch.randn(2, 5, 12), memory)
+    k, v = memory
+    for wrong in (Memory(k[:, :, :1], v), Memory(k, v[:, :, :5]), Memory(k.half(), v.half()), Memory(k, v.double())):
+        with pytest.raises(ValueError, match="key: this memory"):
+            mha(torch.randn(2, 5, 12), wrong, over=Padding([1, 1]))
     with pytest.raises(ValueError, match="value: the key is a memory"):
         mha(torch.randn(2, 5, 12), memory, torch.randn(2, 7, 12))
     with pytest.raises(ValueError, match=r"key, value: their shapes are \(2, 7, 11\)"):
@@ -264,14 +271,21 @@ def test_copies_are_independent_and_compile() -> None:
     ("arguments", "message"),
     [
         ({"source": torch.empty(2, 0, dtype=torch.long)}, r"source: its shape is \(2, 0\)"),
+        ({"source": torch.empty(0, 3, dtype=torch.long)}, r"source: its shape is \(0, 3\)"),
         ({"source": torch.ones(3, dtype=torch.long)}, r"source: its shape is \(3,\)"),
         ({"source": torch.ones(2, 3)}, r"source: they are torch.float32; they must be torch.int64"),
-        ({"start": VOCAB}, "start: they lie between 23 and 23"),
+        ({"start": VOCAB}, "start: it is 23; it must be a token of the vocabulary, 0 to 22"),
+        ({"start": 1.5}, "start: it is 1.5"),
+        ({"stop": -1}, "stop: it is -1; it must be a token of the vocabulary"),
+        ({"stop": [1, 2.5]}, "stop: it is 2.5"),
+        ({"stop": True}, "stop: it is True"),
         ({"max_new_tokens": 0}, "max_new_tokens: it is 0; it must be a whole number, 1 or more"),
+        ({"max_new_tokens": True}, "max_new_tokens: it is True"),
         ({"temperature": -1.0}, "temperature: it is -1.0"),
         ({"temperature": float("nan")}, "temperature: it is nan"),
         ({"top_k": 3}, "top_k, top_p: they say what to draw from; pass a temperature"),
         ({"top_k": 0, "temperature": 1.0}, "top_k: it is 0"),
+        ({"top_k": True, "temperature": 1.0}, "top_k: it is True"),
         ({"top_p": 1.5, "temperature": 1.0}, "top_p: it is 1.5"),
     ],
 )
@@ -290,5 +304,89 @@ def test_bad_layers() -> None:
         FeedForward(12, 31, activation="tanh")
     with pytest.raises(ValueError, match="cross: its d_model is 9; it must be that of the attention, 12"):
         TransformerLayer(MultiHeadAttention(12, 3), FeedForward(12, 31), cross=MultiHeadAttention(9, 3))
-    with pytest.raises(ValueError, match="layers: it is 0"):
-        Transformer(VOCAB, d_model=12, num_heads=3, layers=(2, 0))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"layers": (2, 0)}, "layers: it is 0; it must be a whole number, 1 or more"),
+        ({"layers": (2,)}, r"layers: it is \(2,\); it must be a number, or a pair"),
+        ({"layers": True}, "layers: it is True"),
+        ({"layers": 2.0}, "layers: it is 2.0"),
+        ({"vocab": 2.5}, "vocab: it is 2.5"),
+        ({"source_vocab": 0}, "source_vocab: it is 0"),
+        ({"d_feedforward": 0}, "d_feedforward: it is 0"),
+        ({"attention_dropout": 2}, "attention_dropout: it is 2"),
+        ({"dropout": 1.0}, "^dropout: it is 1.0"),
+    ],
+)
+def test_bad_sizes(arguments: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Transformer(**{"vocab": VOCAB, "d_model": 12, "num_heads": 3, "layers": 2} | arguments)
+
+
+def test_numbers_of_numpy_will_do() -> None:
+    model = Transformer(np.int64(VOCAB), d_model=12, num_heads=3, layers=np.int64(1)).eval()
+    source = torch.ones(1, 3, dtype=torch.int32)
+    written = model.generate(source, start=np.int64(START), stop=np.int64(STOP), max_new_tokens=np.int64(4))
+    assert written.shape[1] <= 4
+
+
+def test_a_failed_step_leaves_the_caches_as_they_were() -> None:
+    model = transformer()
+    source, target = torch.randint(VOCAB, (2, 7)), torch.randint(VOCAB, (2, 5))
+    with torch.no_grad():
+        kept, caches = model.begin(model.encode(source), 6)
+        with pytest.raises(ValueError, match="a length is 9"):
+            model.decode(target, kept, memory_over=Padding([9, 9]), caches=caches)
+        assert [cache.length for cache in caches] == [0, 0, 0]
+        hidden = model.decode(target, kept, caches=caches)
+        torch.testing.assert_close(hidden, model.decode(target, model.encode(source)))
+        with pytest.raises(ValueError, match="caches: there are 2; there must be one for each of 3 layers"):
+            model.decode(target, kept, caches=caches[:2])
+
+
+def test_writing_under_autocast() -> None:
+    model = transformer()
+    with torch.autocast("cpu", torch.bfloat16):
+        written = model.generate(torch.randint(VOCAB, (2, 7)), start=START, max_new_tokens=5)
+    assert written.shape == (2, 5)
+
+
+def test_a_tiny_temperature_takes_the_likeliest() -> None:
+    model, source = transformer(), torch.randint(VOCAB, (4, 7))
+    greedy = model.generate(source, start=START, max_new_tokens=5)
+    for options in ({"temperature": 1e-38}, {"temperature": 1.0, "top_k": 1}):
+        assert torch.equal(model.generate(source, start=START, max_new_tokens=5, **options), greedy)
+
+
+def test_top_k_of_equals_is_k() -> None:
+    drawn = Choice(1.0, top_k=2).of(torch.tensor([[1.0, 1.0, 1.0, 0.0]]).expand(300, 4))
+    assert len(drawn.unique()) == 2
+
+
+class Along(nn.Module):
+    """A feed-forward part that needs all three axes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(256, 256, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.conv(x.transpose(1, 2)).transpose(1, 2)
+
+
+def test_a_feedforward_of_ones_own_sees_whole_batches() -> None:
+    one = TransformerLayer(MultiHeadAttention(256, 2), Along())
+    x = torch.randn(8, 128, 256)
+    assert one(x, over=Padding(torch.arange(1, 9))).shape == x.shape
+
+
+def test_quantised_maps() -> None:
+    model = transformer()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        small = torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, torch.qint8)
+    source, target = torch.randint(VOCAB, (2, 7)), torch.randint(VOCAB, (2, 5))
+    assert (small(source, target) - model(source, target)).abs().max() < 0.5
+    assert small.generate(source, start=START, max_new_tokens=4).shape == (2, 4)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple, Protocol
 
+import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
@@ -72,3 +73,12 @@ def rows(x: Tensor, batch: tuple[int, ...], own: int) -> Tensor:
     if all(n == 1 for n in shape[: len(shape) - own]):
         return x.reshape(1, *rest)
     return x.expand(*batch, *rest).reshape(-1, *rest)
+
+
+def intervals(call: Call) -> tuple[Int[Tensor, "rows queries"], Int[Tensor, "rows queries"]]:
+    """The stretch of keys of each query; one row for the whole batch where it is the same for all of it."""
+    batch, _, queries, keys = call.sizes
+    # a neighbourhood of somebody's own may give the two in different shapes
+    ends = torch.broadcast_tensors(*call.over.interval(queries, keys, call.q.device))
+    first, stop = (rows(end.expand(*end.shape[:-1], queries), batch, 1) for end in ends)
+    return first, stop

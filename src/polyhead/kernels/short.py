@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from polyhead._torch import missing, native
-from polyhead.kernels.call import Call, Result, flat, rows, to_heads
+from polyhead.kernels.call import Call, Result, flat, intervals, to_heads
 from polyhead.kernels.fused import refuses, strided
 from polyhead.score import Dot
 
@@ -44,12 +44,11 @@ class Short:
 
     def __call__(self, call: Call) -> Result:
         assert isinstance(call.score, Dot)
-        batch, _, queries, keys = call.sizes
         # halves are computed in fp32
         dtype = torch.promote_types(call.q.dtype, torch.float32)
         heads = math.lcm(call.k.shape[-3], call.v.shape[-3])
         q, k, v = (flat(x).to(dtype) for x in (call.q, to_heads(call.k, heads), to_heads(call.v, heads)))
-        first, stop = (rows(x, batch, 1).int() for x in call.over.interval(queries, keys, q.device))
+        first, stop = (end.int() for end in intervals(call))
         out, lse = torch.ops.polyhead.short(
             q, k, v, first, stop, call.seed, call.score.factor(q.shape[-1]), call.dropout
         )
@@ -69,6 +68,7 @@ def _options(
     q: Tensor, k: Tensor, v: Tensor, first: Tensor, stop: Tensor, seed: Tensor | None, scale: float, dropout: float
 ) -> dict[str, Any]:
     """The arguments that both passes share."""
+    assert k.shape[2] == v.shape[2] and first.shape == stop.shape == (len(first), q.shape[2]), "out of bounds"
     batch, heads, queries, dim = q.shape
     _, key_heads, keys, width = v.shape
     work = batch * heads * queries * keys * (dim + width)

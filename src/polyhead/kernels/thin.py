@@ -51,9 +51,10 @@ def few(x: Float[Tensor, "... features"]) -> bool:
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x Wᵀ + b by the C++ kernel; by torch where the weights are not what it reads."""
-    rows, columns = weight.shape
-    if x.shape[-1] != columns or not _plain(weight) or (bias is not None and not _plain(bias)):
+    fits = weight.dim() == 2 and weight.shape[1] == x.shape[-1] and _plain(weight)
+    if not fits or (bias is not None and not (bias.shape == weight.shape[:1] and _plain(bias))):
         return F.linear(x, weight, bias)
+    rows, columns = weight.shape
     x = x.contiguous()
     out = x.new_empty(*x.shape[:-1], rows)
     native.thin(

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from polyhead.kernels.call import Call, Result, flat, rows
+from polyhead.kernels.call import Call, Result, flat, intervals, rows
 from polyhead.kernels.dropout import keeps
 from polyhead.kernels.fused import comparable, even, flash, refuses, strided
 from polyhead.kernels.tiles import Tile, plan
@@ -35,10 +35,10 @@ class Tiled:
         return refuses(call)
 
     def __call__(self, call: Call) -> Result:
-        batch, _, queries, keys = sizes = call.sizes
+        batch, sizes = call.sizes.batch, call.sizes
         device, width, dim = call.q.device, call.v.shape[-1], call.q.shape[-1]
         assert isinstance(call.score, Dot)
-        first, stop = call.over.interval(queries, keys, device)
+        first, stop = intervals(call)
         mask = None if call.over.exact else rows(call.over.mask(sizes, device), batch, 3)
         bias = None if call.bias is None else rows(call.bias, batch, 3)
         learned = any(x is not None and x.requires_grad for x in (call.table, call.bias)) and torch.is_grad_enabled()
@@ -48,8 +48,8 @@ class Tiled:
             flat(q),
             flat(k),
             flat(v),
-            rows(first, batch, 1),
-            rows(stop, batch, 1),
+            first,
+            stop,
             mask,
             call.table,
             bias,

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from polyhead.models.files import Fields
 from polyhead.neighbourhood import Causal, Neighbourhood, Window, neighbourhood
 from polyhead.nn import KeyValueCache, TransformerLayer
-from polyhead.nn.generate import check_request, continued
+from polyhead.nn.cache import all_or_none
+from polyhead.nn.generate import Choice, check_request, continued
 from polyhead.nn.transformer import check_ids
 
 
@@ -75,8 +76,9 @@ class CausalModel(nn.Module, ABC):
         tokens, first = ids.shape[-1], 0 if caches is None else caches[0].length
         near = self._before(over, tokens, first + tokens)
         x = self.embedded(ids, first)
-        for number, layer in enumerate(self.layers):
-            x = layer(x, over=near, cache=None if caches is None else caches[number])
+        with all_or_none(caches):
+            for number, layer in enumerate(self.layers):
+                x = layer(x, over=near, cache=None if caches is None else caches[number])
         hidden: Tensor = self.norm(x)
         return hidden
 
@@ -119,7 +121,8 @@ class CausalModel(nn.Module, ABC):
         Raises:
             ValueError: for a prompt that is empty, and where prompt and new tokens are more than the model's positions.
         """
-        check_request(ids, max_new_tokens, self.config.positions, temperature, top_k, top_p)
+        choice = Choice(temperature, top_k, top_p, generator)
+        stops = check_request(ids, max_new_tokens, stop, choice, vocab=self.config.vocab, room=self.config.positions)
         check_ids("ids", ids, self.config.vocab)
         with torch.inference_mode():
             # the last token is written and never read
@@ -128,9 +131,7 @@ class CausalModel(nn.Module, ABC):
             def step(new: Tensor) -> Tensor:
                 return self.logits(self._read(new, None, caches)[:, -1])
 
-            new = continued(
-                step, ids, max_new_tokens, stop=stop, temperature=temperature, top_k=top_k, top_p=top_p, generator=generator
-            )  # fmt: skip
+            new = continued(step, ids, max_new_tokens, stops, choice)
         # outside: a tensor like any other, which training may use
         return torch.cat((ids, new), 1)
 

@@ -83,7 +83,7 @@ class MultiHeadAttention(nn.Module):
         super().__init__()
         if torch_words:
             raise _untranslated(torch_words, _CONSTRUCTOR_WORDS)
-        _check_sizes(
+        check_sizes(
             d_model=d_model, num_heads=num_heads, kv_heads=kv_heads, head_dim=head_dim, value_dim=value_dim, d_key=d_key,
             d_value=d_value, d_out=d_out,
         )  # fmt: skip
@@ -199,12 +199,14 @@ class MultiHeadAttention(nn.Module):
             output = output + self.o_bias
         if self.residual:
             output = output + (query if self.r_proj is None else project(self.r_proj, query))
-        return output, Heads(call, Origin(out, None if o_proj is None else o_proj.weight, gate, lse), cache)
+        # a quantised map has no tensor of that name
+        w_o = getattr(o_proj, "weight", None)
+        return output, Heads(call, Origin(out, w_o if isinstance(w_o, Tensor) else None, gate, lse), cache)
 
     def explain(
         self,
         query: Float[Tensor, "... queries d_model"],
-        key: Float[Tensor, "... keys d_key"] | None = None,
+        key: Float[Tensor, "... keys d_key"] | Memory | None = None,
         value: Float[Tensor, "... keys d_value"] | None = None,
         over: Neighbourhood | Tensor | None = None,
         *,
@@ -242,7 +244,7 @@ class MultiHeadAttention(nn.Module):
         dropout = self.dropout if self.training else 0.0
         try:
             call = assemble(q, k, v, over, self.score, self.position, bias, self.sink, dropout, seed)
-        except ValueError:
+        except BaseException:
             if cache is not None:
                 cache.length -= query.shape[-2]
             raise
@@ -266,15 +268,21 @@ class MultiHeadAttention(nn.Module):
         if query.dim() < 2 or query.shape[-1] != self.d_model:
             raise ValueError(f"query: its shape is {tuple(query.shape)}; it must be (..., items, {self.d_model})")
         k, v = memory
-        own = (*query.shape[:-2], self.kv_heads), (*query.shape[:-2], self.value_heads), self.head_dim, self.value_dim
-        if (k.shape[:-2], v.shape[:-2], k.shape[-1], v.shape[-1]) != own:
+        batch, keys = tuple(query.shape[:-2]), k.shape[-2]
+        wanted = (*batch, self.kv_heads, keys, self.head_dim), (*batch, self.value_heads, keys, self.value_dim)
+        if (tuple(k.shape), tuple(v.shape)) != wanted:
             raise ValueError(
                 f"key: this memory has keys {tuple(k.shape)} and values {tuple(v.shape)}; it must be one that this layer's "
-                f"remember made, of the query's batch {tuple(query.shape[:-2])}"
+                f"remember made, of the query's batch {batch}"
             )
         (x,) = self._inputs(query)
-        q_proj = self.k_proj if self.q_proj is None else self.q_proj
-        return _split(project(q_proj, x), self.num_heads), k, v
+        q = _split(project(self.k_proj if self.q_proj is None else self.q_proj, x), self.num_heads)
+        if not (q.dtype == k.dtype == v.dtype and q.device == k.device == v.device):
+            raise ValueError(
+                f"key: this memory is {k.dtype} and {v.dtype} on {k.device}, but queries are {q.dtype} on {q.device}; "
+                "remember again after .to(), and under the same autocast"
+            )
+        return q, k, v
 
     def _placed(self, k: Tensor, v: Tensor, first: int) -> tuple[Tensor, Tensor]:
         """Keys and values as they are attended to, of which the first stands at position `first`."""
@@ -306,7 +314,10 @@ class MultiHeadAttention(nn.Module):
         """Inputs as they are projected: dropped in training, one and the same for inputs that are the same."""
         if not (self.input_dropout and self.training):
             return list(given)
-        thin = {id(x): dropped(x, self.num_heads, self.input_dropout) for x in given}
+        thin: dict[int, list[Any]] = {}
+        for x in given:
+            if id(x) not in thin:
+                thin[id(x)] = dropped(x, self.num_heads, self.input_dropout)
         return [thin[id(x)] for x in given]
 
     def _keys_values(
@@ -321,14 +332,19 @@ class MultiHeadAttention(nn.Module):
     ) -> KeyValueCache:
         """Room for `length` keys and values of a batch; None for input without a batch axis.
 
-        The dtype is that of the weights unless given, as it must be under autocast.
+        The dtype is that of the projected keys unless given: of the weights, under autocast of what it narrows to.
         """
         lead = () if batch is None else (batch,) if isinstance(batch, int) else tuple(batch)
         if length < 1 or any(n < 1 for n in lead):
             raise ValueError(f"batch, length: they are {batch} and {length}; both must be 1 or more")
-        like = self.k_proj.weight
-        k = like.new_empty(*lead, self.kv_heads, length, self.head_dim, dtype=dtype)
-        v = like.new_empty(*lead, self.value_heads, length, self.value_dim, dtype=dtype)
+        # the first parameter of a projection that is not a plain map, such as one that is quantised
+        like = next((p for p in self.k_proj.parameters() if p.is_floating_point()), None)
+        device = torch.device("cpu") if like is None else like.device
+        if dtype is None:
+            narrow = torch.is_autocast_enabled(device.type)
+            dtype = torch.get_autocast_dtype(device.type) if narrow else torch.float32 if like is None else like.dtype
+        k = torch.empty(*lead, self.kv_heads, length, self.head_dim, dtype=dtype, device=device)
+        v = torch.empty(*lead, self.value_heads, length, self.value_dim, dtype=dtype, device=device)
         return KeyValueCache(k, v)
 
     def _check_ties(self) -> None:
@@ -391,7 +407,8 @@ class MultiHeadAttention(nn.Module):
         return f"{self.d_model}, num_heads={self.num_heads}{grouped}, head_dim={self.head_dim}, combine={self.combine!r}, dropout={self.dropout}"
 
 
-def _check_sizes(**sizes: object) -> None:
+def check_sizes(**sizes: object) -> None:
+    """Raise where one is given and is not a whole number, 1 or more."""
     for name, size in sizes.items():
         if size is not None and (not hasattr(size, "__index__") or isinstance(size, bool) or operator.index(size) < 1):
             raise ValueError(f"{name}: it is {size!r}; it must be a whole number, 1 or more")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 from jaxtyping import Float
@@ -73,10 +75,22 @@ class KeyValueCache:
 
     def truncate(self, length: int) -> None:
         """Forget all but the first `length` keys and values."""
-        if not 0 <= length <= self.length:
-            raise ValueError(f"length: it is {length}; {self.length} places are filled")
+        if not hasattr(length, "__index__") or not 0 <= length <= self.length:
+            raise ValueError(f"length: it is {length}; it must be a whole number, and {self.length} places are filled")
         self.generation += length < self.length
         self.length = length
 
     def __repr__(self) -> str:
         return f"KeyValueCache(length={self.length}, capacity={self.capacity})"
+
+
+@contextmanager
+def all_or_none(caches: Sequence[KeyValueCache] | None) -> Iterator[None]:
+    """Where what is done with several caches fails, they are as long as they were: none has what others have not."""
+    before = [cache.length for cache in caches or ()]
+    try:
+        yield
+    except BaseException:
+        for cache, length in zip(caches or (), before, strict=True):
+            cache.truncate(length)
+        raise

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from polyhead._torch import numbers_hidden
 from polyhead.kernels.thin import linear, mapped
 from polyhead.neighbourhood import Causal, Neighbourhood, Padding
-from polyhead.nn.attention import MultiHeadAttention, check_shares
-from polyhead.nn.cache import KeyValueCache, Memory
-from polyhead.nn.generate import check_request, continued
+from polyhead.nn.attention import MultiHeadAttention, check_shares, check_sizes
+from polyhead.nn.cache import KeyValueCache, Memory, all_or_none
+from polyhead.nn.generate import Choice, check_request, continued, whole_id
 from polyhead.nn.inputs import live_rows, thinned
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -41,6 +41,7 @@ class FeedForward(nn.Module):
         self, d_model: int, d_hidden: int, *, activation: str = "relu", gated: bool = False, bias: bool = True
     ) -> None:
         super().__init__()
+        check_sizes(d_model=d_model, d_hidden=d_hidden)
         if activation not in ACTIVATIONS:
             raise ValueError(f"activation: it is {activation!r}; it must be one of {', '.join(ACTIVATIONS)}")
         self.activation = activation
@@ -125,7 +126,9 @@ class TransformerLayer(nn.Module):
             cross, norm = self.cross, self.cross_norm
             assert norm is not None
             x = self._with(x, norm, lambda y: cross(y, memory, over=memory_over)[0])
-        live = None if cache is not None else live_rows(over, x, self.self.num_heads)
+        # another module may look at its input's shape
+        flat = cache is None and isinstance(self.feedforward, FeedForward)
+        live = live_rows(over, x, self.self.num_heads) if flat else None
         if live is None:
             return self._with(x, self.feedforward_norm, self.feedforward)
         return live.spread(self._with(live.gather(x), self.feedforward_norm, self.feedforward))
@@ -174,18 +177,25 @@ class Transformer(nn.Module):
         attention_dropout: float | None = None,
     ) -> None:
         super().__init__()
-        encoder_layers, decoder_layers = (layers, layers) if isinstance(layers, int) else layers
-        for name, size in (("vocab", vocab), ("layers", encoder_layers), ("layers", decoder_layers)):
-            if size < 1:
-                raise ValueError(f"{name}: it is {size}; it must be 1 or more")
+        if isinstance(layers, Sequence) and len(layers) != 2:
+            raise ValueError(
+                f"layers: it is {layers!r}; it must be a number, or a pair: of the encoder and of the decoder"
+            )
+        encoder_layers, decoder_layers = layers if isinstance(layers, Sequence) else (layers, layers)
+        check_sizes(vocab=vocab, source_vocab=source_vocab, d_model=d_model, d_feedforward=d_feedforward)
+        check_sizes(layers=encoder_layers)
+        check_sizes(layers=decoder_layers)
         attention_dropout = dropout if attention_dropout is None else attention_dropout
-        self.vocab, self.source_vocab, self.d_model = vocab, source_vocab or vocab, d_model
+        check_shares(dropout=dropout, attention_dropout=attention_dropout)
+        self.vocab, self.d_model = vocab, d_model
+        self.source_vocab = vocab if source_vocab is None else source_vocab
 
         def attention() -> MultiHeadAttention:
             return MultiHeadAttention(d_model, num_heads, dropout=attention_dropout)
 
         def layer(cross: MultiHeadAttention | None) -> TransformerLayer:
-            feedforward = FeedForward(d_model, d_feedforward or 4 * d_model, activation=activation)
+            hidden = 4 * d_model if d_feedforward is None else d_feedforward
+            feedforward = FeedForward(d_model, hidden, activation=activation)
             return TransformerLayer(attention(), feedforward, cross=cross, norm_first=norm_first, dropout=dropout)
 
         self.embedding = embedding(vocab, d_model)
@@ -251,16 +261,18 @@ class Transformer(nn.Module):
             caches: what `begin` made, to write a target a part at a time.
         """
         check_ids("target", target, self.vocab)
+        for name, given in (("memory", memory), ("caches", caches)):
+            if given is not None and not isinstance(given, Tensor) and len(given) != len(self.decoder):
+                raise ValueError(
+                    f"{name}: there are {len(given)}; there must be one for each of {len(self.decoder)} layers"
+                )
         causal = Causal() if over is None else Causal() & over
         x = self._embedded(self.embedding, target, 0 if caches is None else caches[0].length)
-        for number, layer in enumerate(self.decoder):
-            x = layer(
-                x,
-                memory if isinstance(memory, Tensor) else memory[number],
-                causal,
-                memory_over=memory_over,
-                cache=None if caches is None else caches[number],
-            )
+        with all_or_none(caches):
+            for number, layer in enumerate(self.decoder):
+                known = memory if isinstance(memory, Tensor) else memory[number]
+                cache = None if caches is None else caches[number]
+                x = layer(x, known, causal, memory_over=memory_over, cache=cache)
         return x if self.decoder_norm is None else self.decoder_norm(x)
 
     def begin(
@@ -302,20 +314,20 @@ class Transformer(nn.Module):
             top_p: draw from the likeliest tokens that together have this probability.
             generator: what draws.
         """
-        if source.dim() != 2 or not source.shape[1]:
-            raise ValueError(f"source: its shape is {tuple(source.shape)}; it must be (batch, tokens), 1 token or more")
+        if source.dim() != 2 or not source.numel():
+            raise ValueError(
+                f"source: its shape is {tuple(source.shape)}; it must be (batch, tokens), 1 or more of both"
+            )
         check_ids("source", source, self.source_vocab)
-        first = source.new_full((len(source), 1), start)
-        check_ids("start", first, self.vocab)
-        check_request(first, max_new_tokens, None, temperature, top_k, top_p)
+        choice = Choice(temperature, top_k, top_p, generator)
+        first = source.new_tensor([[whole_id("start", start, self.vocab)]]).expand(len(source), 1)
+        stops = check_request(first, max_new_tokens, stop, choice, vocab=self.vocab)
         memory, caches = self.begin(self.encode(source, source_over), max_new_tokens)
 
         def step(ids: Tensor) -> Tensor:
             return self.logits(self.decode(ids, memory, memory_over=source_over, caches=caches)[:, -1])
 
-        return continued(
-            step, first, max_new_tokens, stop=stop, temperature=temperature, top_k=top_k, top_p=top_p, generator=generator
-        )  # fmt: skip
+        return continued(step, first, max_new_tokens, stops, choice)
 
     def _embedded(self, tokens: nn.Embedding, ids: Tensor, first: int) -> Tensor:
         where = sinusoids(first, first + ids.shape[-1], self.d_model, tokens.weight)

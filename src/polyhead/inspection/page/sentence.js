@@ -35,7 +35,8 @@ function buildLines(stage, now) {
   const line = (list, side) => el("div", { class: `words ${side}`, dir: direction(list), role: "group", "aria-label": "Words; arrow keys move, Enter locks" }, list.map((item, i) => word(item, i, side)));
   const below = line(now.rows, "row"), above = cross ? line(now.cols, "col") : null;
   stage.replaceChildren(...[cross ? el("span", { class: "side" }, "looked at") : null, above, arcs, below, cross ? el("span", { class: "side" }, "looks") : null].filter(Boolean));
-  const room = stage.clientWidth - 8;
+  // the names of the two sides stand at the left
+  const room = stage.clientWidth - (cross ? 68 : 8);
   let size = LARGEST;
   for (const one of [below, above].filter(Boolean)) {
     one.style.fontSize = `${LARGEST}px`;
