@@ -91,6 +91,8 @@ class Rotary(Position):
             raise ValueError(f"Rotary: dim is {dim}; it must be even, at least 2")
         if not base > 0:
             raise ValueError(f"Rotary: base is {base}; it must be more than 0")
+        if not (stretch is None or isinstance(stretch, Stretch)):
+            raise ValueError(f"Rotary: stretch is {stretch!r:.60}; it must be a Stretch, such as Stretch(2.0), or None")
         self.dim, self.base, self.interleaved, self.stretch = dim, base, interleaved, stretch
         self._table: tuple[Tensor, Tensor] | None = None
 

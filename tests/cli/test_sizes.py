@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -108,6 +109,54 @@ def test_the_table(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monke
     assert rows["bert-minilm-l6"][6:8] == ["–", "–"]
     assert "\x1b" not in shown
     assert "2 x the weights that it is multiplied with" in shown and "float16 or bfloat16" in shown
+
+
+@pytest.mark.parametrize("columns", [20, 40, 80, 120, 200])
+def test_no_terminal_is_too_narrow_for_a_number(
+    columns: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Less important columns are left out, and said to be; what is shown is whole."""
+    pytest.importorskip("rich", reason="pip install 'polyhead[inspect]'")
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    names = ["bert-minilm-l12", "gpt2-xl", "gpt3", "llama3.2-1b"]
+    main(["sizes", *names])
+    shown = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)
+    head, *rows = shown.split("\n\n")[0].splitlines()
+    assert "…" not in shown
+    numbers = {row.split()[0]: re.findall(r"[\d,]{9,}", row)[0] for row in rows}
+    assert numbers == {name: f"{COUNTS[name]:,}" for name in names}
+    assert columns < 40 or max(map(len, (head, *rows))) <= columns
+    assert ("Not shown, for want of room:" in " ".join(shown.split())) == (columns < 140)
+    assert ("cache a token" in head) == (columns >= 80) and ("equal" in head) == (columns >= 120)
+
+
+def test_names_in_capitals() -> None:
+    assert [size.name for size in sizes(["GPT2-XL", "Mistral"])] == ["gpt2-xl", "mistral-7b"]
+
+
+def written_to(out: int, *arguments: str) -> tuple[int, str]:
+    """The exit code and what is said, where the output goes to this file."""
+    command = [sys.executable, "-m", "polyhead", "sizes", "gpt2", *arguments]
+    done = subprocess.run(command, stdout=out, stderr=subprocess.PIPE, text=True)
+    os.close(out)
+    return done.returncode, done.stderr
+
+
+def test_a_pipe_that_nobody_reads() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    assert written_to(writer, "--json") == (1, "")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no full device here")
+@pytest.mark.parametrize("arguments", [[], ["--json"]])
+def test_a_disk_that_is_full(arguments: list[str]) -> None:
+    if not arguments:
+        pytest.importorskip("rich", reason="pip install 'polyhead[inspect]'")
+    message = "polyhead sizes: the output cannot be written: No space left on device\n"
+    assert written_to(os.open("/dev/full", os.O_WRONLY), *arguments) == (1, message)
 
 
 def test_json(capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,7 +15,7 @@ from huggingface_pairs import CONFIGS, TEXT, batch, padding, pair, real
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
 
 import polyhead
-from polyhead.interop import huggingface
+from polyhead.interop.huggingface.attention import attention
 
 CLOSE = {"atol": 1e-4, "rtol": 1e-4}
 CASES = [pytest.param(name, padded, id=f"{name}{'-padded' * padded}") for name in CONFIGS for padded in (False, True)]
@@ -168,9 +168,9 @@ def test_autocast_narrows_what_a_rotation_has_widened() -> None:
     q, k, v = torch.randn(3, 1, 2, 5, 8)
     narrow = [x.bfloat16() for x in (q, k, v)]
     with torch.autocast("cpu", torch.bfloat16):
-        found, _ = huggingface.attention(nn.Module(), q, k, narrow[2], None)
+        found, _ = attention(nn.Module(), q, k, narrow[2], None)
     assert found.dtype == torch.bfloat16
-    assert torch.equal(found, huggingface.attention(nn.Module(), *narrow, None)[0])
+    assert torch.equal(found, attention(nn.Module(), *narrow, None)[0])
 
 
 def test_dropout_in_training_alone() -> None:
@@ -188,8 +188,8 @@ def test_dropout_in_training_alone() -> None:
 def test_dropout_keeps_the_mean() -> None:
     q, k, v = torch.randn(3, 1, 2, 5, 8)
     module = nn.Module()
-    expected, _ = huggingface.attention(module, q, k, v, None)
-    many = [huggingface.attention(module, q, k, v, None, dropout=0.3)[0] for _ in range(800)]
+    expected, _ = attention(module, q, k, v, None)
+    many = [attention(module, q, k, v, None, dropout=0.3)[0] for _ in range(800)]
     assert torch.stack(many).std(0).min() > 0
     torch.testing.assert_close(torch.stack(many).mean(0), expected, atol=0.15, rtol=0)
 

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -20,7 +21,9 @@ from transformers import AttentionInterface, AttentionMaskInterface, AutoModelFo
 
 import polyhead
 from polyhead.interop import huggingface
-from polyhead.interop.huggingface import LazyMask, attention, mask
+from polyhead.interop.huggingface import masks
+from polyhead.interop.huggingface.attention import attention
+from polyhead.interop.huggingface.masks import LazyMask, mask
 
 CLOSE = {"atol": 1e-4, "rtol": 1e-4}
 
@@ -133,8 +136,8 @@ def test_no_mask_is_built(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     _, ours = pair(name)
     given = batch(name, padded=True)
     built: list[str] = []
-    whole = huggingface.Allowed.numbers
-    monkeypatch.setattr(huggingface.Allowed, "numbers", lambda self: [built.append("lazy"), whole(self)][1])
+    whole = masks.Allowed.numbers
+    monkeypatch.setattr(masks.Allowed, "numbers", lambda self: [built.append("lazy"), whole(self)][1])
     theirs = masking_utils.sdpa_mask
     monkeypatch.setattr(masking_utils, "sdpa_mask", lambda *a, **k: [built.append("theirs"), theirs(*a, **k)][1])
     with torch.no_grad(), polyhead.capture(ours) as seen:
@@ -165,6 +168,10 @@ def some_mask() -> LazyMask:
         lambda m: m & m.transpose(-2, -1),
         lambda m: torch.tensor(m.tolist()),
         lambda m: torch.from_numpy(m.numpy()),
+        lambda m: torch.from_numpy(np.asarray(m)),
+        lambda m: torch.from_dlpack(m),
+        lambda m: torch.from_numpy(np.from_dlpack(m)).clone(),
+        lambda m: m.share_memory_(),
         lambda m: copy.deepcopy(m),
         lambda m: pickle.loads(pickle.dumps(m)),
         lambda m: m.all() | m.any(),
@@ -201,6 +208,20 @@ def test_what_is_written_into_a_mask_counts(made_in: bool, inference: bool) -> N
         expected, _ = attention(nn.Module(), q, k, v, lazy.clone())
     assert torch.equal(after, expected)
     assert not torch.allclose(after, before)
+
+
+@pytest.mark.parametrize(
+    "memory", [lambda m: m.share_memory_(), torch.from_dlpack, lambda m: torch.from_numpy(m.numpy())]
+)
+def test_what_is_written_where_the_numbers_lie_counts(memory: Callable[[Tensor], Tensor]) -> None:
+    q, k, v = torch.randn(3, BATCH, 2, 9, 8)
+    lazy = some_mask()
+    held = memory(lazy)
+    assert held.data_ptr() == lazy.data_ptr() != 0
+    held[:, :, 5] = True
+    found, _ = attention(nn.Module(), q, k, v, lazy)
+    assert torch.equal(found, attention(nn.Module(), q, k, v, held)[0])
+    assert not torch.allclose(found, attention(nn.Module(), q, k, v, some_mask())[0])
 
 
 def test_masks_made_by_hand() -> None:
@@ -282,7 +303,7 @@ def test_registering_twice_changes_nothing() -> None:
     assert huggingface.register() is None
     assert [dict(table) for table in tables] == before
     assert [table["polyhead"] for table in tables] == [attention, mask]
-    assert len(huggingface._readers) == 6
+    assert len(masks._readers) == 6
 
 
 def test_transformers_must_be_there(monkeypatch: pytest.MonkeyPatch) -> None:

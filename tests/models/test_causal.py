@@ -187,6 +187,8 @@ def test_turns_that_cannot_be_stretched() -> None:
             Stretch(**bad)
     with pytest.raises(ValueError, match="Rotary: base is 0; it must be more than 0"):
         Rotary(base=0)
+    with pytest.raises(ValueError, match=r"Rotary: stretch is 2.0; it must be a Stretch, such as Stretch\(2.0\)"):
+        Rotary(stretch=2.0)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("size", gpt.SIZES | llama.SIZES)
@@ -343,6 +345,24 @@ def test_copies_and_compiling(name: str) -> None:
     assert torch.equal(pickle.loads(pickle.dumps(model))(ids), expected)
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     assert difference(compiled(ids), expected) < 1e-5
+
+
+@pytest.mark.parametrize("rows", [1, 23])
+@torch.no_grad()
+def test_the_head_is_called(rows: int) -> None:
+    """It may be hooked, given a bias or replaced."""
+    model = built("llama")
+    hidden = torch.randn(rows, 18)
+    plain = model.logits(hidden)
+    seen: list[Tensor] = []
+    hook = model.head.register_forward_hook(lambda module, args, out: seen.append(out))
+    model.logits(hidden)
+    hook.remove()
+    assert torch.allclose(seen[0], plain, atol=1e-5)
+    model.head.bias = nn.Parameter(torch.randn(101))
+    assert torch.allclose(model.logits(hidden), plain + model.head.bias, atol=1e-5)
+    model.head = nn.Sequential(model.head, nn.Tanh())
+    assert torch.allclose(model.logits(hidden), torch.tanh(plain + model.head[0].bias), atol=1e-5)
 
 
 def test_heads_are_seen_while_it_writes() -> None:

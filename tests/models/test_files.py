@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,40 @@ def equal(a: Bert, b: Bert) -> bool:
     return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
+GPT = GptConfig(d_model=12, heads=3, layers=2, vocab=29, positions=11)
+LLAMA = LlamaConfig(d_model=12, heads=3, layers=2, d_feedforward=17, vocab=29, positions=11)
+_COUNT = "must be a whole number, 1 or more"
+
+
+@pytest.mark.parametrize(
+    ("config", "field", "value", "rule"),
+    [
+        *(
+            (config, field, value, _COUNT)
+            for config in (TINY, GPT, LLAMA)
+            for field in ("d_model", "heads", "layers", "d_feedforward", "vocab", "positions")
+            for value in (0, -1, 1.5, "3", True)
+        ),
+        *((LLAMA, field, 0, _COUNT) for field in ("kv_heads", "head_dim", "window")),
+        *((config, "heads", 5, None) for config in (TINY, GPT, LLAMA)),
+        (TINY, "token_types", 0, _COUNT),
+        (TINY, "layers", None, _COUNT),
+        (LLAMA, "head", "x", "must be 'own', 'tied' or None"),
+        *((config, "stop", stop, "must be a tuple of the vocabulary's ids, 0 to 28") for config in (GPT, LLAMA) for stop in (3, (29,), (-1,), ("3",))),
+        *((config, "start", start, "must be one of the vocabulary's ids, 0 to 28, or None") for config in (GPT, LLAMA) for start in (29, "3")),
+    ],
+)  # fmt: skip
+def test_configurations_that_cannot_be(config: Any, field: str, value: Any, rule: str | None) -> None:
+    kind: Any = {Config: Bert, GptConfig: Gpt, LlamaConfig: Llama}[type(config)]
+    said = (
+        f"heads: {value} does not divide d_model 12; it must"
+        if rule is None
+        else f"{field}: it is {value!r}; it {rule}"
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(said)}$"):
+        kind(config._replace(**{field: value}))
+
+
 def test_a_folder(model: Bert, folder: Path) -> None:
     read = Bert.from_pretrained(folder)
     assert equal(read, model)
@@ -80,6 +115,8 @@ def test_dtypes(model: Bert, folder: Path) -> None:
     assert equal(Bert.from_pretrained(narrow), model.half().float())
     with pytest.raises(ValueError, match=r"dtype: it is torch.int64; it must be floating-point"):
         Bert.from_pretrained(folder, dtype=torch.int64)
+    with pytest.raises(ValueError, match=r"dtype: it is 'float32'; it must be floating-point, such as torch.float32"):
+        Bert.from_pretrained(folder, dtype="float32")  # type: ignore[arg-type]
 
 
 def test_names_go_both_ways(model: Bert) -> None:
@@ -150,6 +187,19 @@ def test_shards(model: Bert, folder: Path) -> None:
         index.write_text(json.dumps({"weight_map": bad}))
         with pytest.raises(ValueError, match=r"index.json: it has no weight_map from tensors to files beside it"):
             Bert.from_pretrained(folder)
+
+
+def test_a_tensor_in_two_shards(model: Bert, folder: Path) -> None:
+    shard(folder, model)
+    second = folder / "model-00002-of-00002.safetensors"
+    twice = {**saving.load_file(second), "pooler.dense.bias": torch.ones(12)}
+    first = folder / "model-00001-of-00002.safetensors"
+    saving.save_file({**saving.load_file(first), "pooler.dense.bias": torch.zeros(12)}, first)
+    saving.save_file(twice, second)
+    with pytest.raises(
+        ValueError, match=r"pooler.dense.bias is in model-00001-of-00002.safetensors and in model-00002-of-00002.saf"
+    ):
+        Bert.from_pretrained(folder)
 
 
 @pytest.fixture
@@ -272,6 +322,22 @@ def test_bad_configurations(model: Bert, tmp_path: Path, changed: dict[str, Any]
         Bert.from_pretrained(tmp_path)
 
 
+@pytest.mark.parametrize("kind", ["bert", "gpt2", "llama"])
+def test_more_layers_than_tensors_are_not_built(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    models_of: dict[str, Any] = {"bert": Bert(TINY), "gpt2": Gpt(GPT), "llama": Llama(LLAMA)}
+    model = models_of[kind]
+    model.to_pretrained(tmp_path)
+    fields = json.loads((tmp_path / "config.json").read_text())
+    fields["n_layer" if kind == "gpt2" else "num_hidden_layers"] = 1_000_000
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    monkeypatch.setattr(type(model), "__init__", lambda *_: pytest.fail("it is built"))
+    with pytest.raises(
+        ValueError,
+        match=r"config.json: layers: it is 1000000, more than the \d\d tensors of the checkpoint; it must be",
+    ):
+        type(model).from_pretrained(tmp_path)
+
+
 def test_configurations_may_leave_out_what_has_a_default(model: Bert, tmp_path: Path) -> None:
     read = Bert.from_pretrained(save(tmp_path, state(model), layer_norm_eps=..., hidden_act=..., type_vocab_size=...))
     assert read.config == TINY
@@ -362,6 +428,22 @@ def test_load_knows_all_kinds(model: Bert, tmp_path: Path) -> None:
     path.write_text(json.dumps({"model_type": "t5"}))
     with pytest.raises(ValueError, match="'t5'; what can be read here is 'bert', 'gpt2', 'llama', 'mistral'"):
         models.load(tmp_path / "gpt2")
+
+
+def test_a_tokenizer_of_another_model(model: Bert, folder: Path) -> None:
+    """Its highest id must have an embedding; rows that are no token's are padding."""
+    library = pytest.importorskip("tokenizers")
+    for highest in (3, 28, 29, 500):
+        made = library.Tokenizer(library.models.WordLevel({"cat": 0, "dog": highest}, unk_token="cat"))
+        made.save(str(folder / "tokenizer.json"))
+        if highest < 29:
+            assert models.load(folder).tokenizer.vocab == highest + 1
+            continue
+        with pytest.raises(
+            ValueError,
+            match=rf"tokenizer.json: it has ids up to {highest}, and the model a vocabulary of 29; every id must",
+        ):
+            models.load(folder)
 
 
 def test_without_the_default_model(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -181,7 +182,14 @@ def test_old_llama_checkpoints(tmp_path: Path) -> None:
         ("gpt", {"n_embd": None}, "it has no 'n_embd'|n_embd is None; it must be a whole number"),
         ("gpt", {"scale_attn_by_inverse_layer_idx": "yes"}, "scale_attn_by_inverse_layer_idx is 'yes'; it must be true or false"),
         ("gpt", {"activation_function": "tanh"}, "activation_function is 'tanh'; it must be one of gelu, gelu_new, "),
-        ("gpt", {"eos_token_id": "</s>"}, "eos_token_id is '</s>'; it must be the number of a token, or null"),
+        ("gpt", {"eos_token_id": "</s>"}, "eos_token_id is '</s>'; it must be the number of a token, 0 to 100, or null"),
+        ("gpt", {"eos_token_id": 101}, "eos_token_id is 101; it must be the number of a token, 0 to 100, or null"),
+        ("llama", {"eos_token_id": [2, 101]}, r"eos_token_id is \[2, 101\]; it must be the number of a token, 0 to 100"),
+        ("llama", {"bos_token_id": 101}, "bos_token_id is 101; it must be the number of a token, 0 to 100"),
+        ("llama", {"tie_word_embeddings": "false"}, "tie_word_embeddings is 'false'; it must be true or false"),
+        ("llama", {"tie_word_embeddings": 0}, "tie_word_embeddings is 0; it must be true or false"),
+        ("llama", {"rope_parameters": []}, r"rope_parameters is \[\]; it must be one object for all layers"),
+        ("llama", {"rope_scaling": False}, "rope_scaling is False; it must be one object for all layers"),
         ("gpt", {"model_type": "t5"}, "model_type is 't5'; what can be read here is 'gpt2'"),
         ("llama", {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "rope_type is 'yarn', .* 'default', 'linear' and 'llama3'"),
         ("llama", {"rope_parameters": {"rope_type": "linear"}}, "factor is None; it must be a number, more than 0"),
@@ -294,6 +302,64 @@ def test_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     Gpt(GPT._replace(layers=1)).to_pretrained(tmp_path / "old")
     assert Gpt.from_pretrained(tmp_path / "old").config.layers == 1
     assert (tmp_path / "old" / "tokenizer.json").exists()
+
+
+def test_a_failed_save_leaves_no_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "there").mkdir()
+    monkeypatch.setattr(saving, "save_file", lambda *_, **__: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        built("gpt").to_pretrained(tmp_path / "there" / "a" / "b" / "c")
+    assert list(tmp_path.rglob("*")) == [tmp_path / "there"]
+
+
+@pytest.mark.parametrize("old", [True, False])
+def test_a_save_that_is_killed(old: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before and after every move there is the old checkpoint, the new one, or one that is refused: never half of each."""
+    first = built("llama")
+    # the same shapes: nobody would notice
+    second = Llama(LLAMA._replace(head_dim=4, rope_base=7.0, eps=1e-2))
+    folder, replace = tmp_path / "model", Path.replace
+    if old:
+        first.to_pretrained(folder)
+    left: list[Path] = []
+
+    def snapshot() -> None:
+        left.append(tmp_path / f"left-{len(left)}")
+        shutil.copytree(folder, left[-1])
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", lambda self, target: [snapshot(), replace(self, target)][1])
+        second.to_pretrained(folder)
+    snapshot()
+    assert len(left) == (5 if old else 3)
+    assert same(Llama.from_pretrained(left.pop()), second)
+    if old:
+        read = Llama.from_pretrained(left.pop(0))
+        assert same(read, first) and read.config == first.config
+    for torn in left:
+        with pytest.raises(FileNotFoundError, match=r"config.json: there is no such file"):
+            Llama.from_pretrained(torn)
+
+
+@pytest.mark.parametrize(("old", "move"), [*((True, n) for n in range(4)), (False, 0), (False, 1)])
+def test_a_move_that_fails(old: bool, move: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, replace = tmp_path / "model", Path.replace
+    if old:
+        built("gpt").to_pretrained(folder)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    moves = iter(range(100))
+
+    def failing(self: Path, target: Path) -> Path:
+        if next(moves) == move:
+            raise OSError(5, "Input/output error")
+        return replace(self, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", failing)
+        with pytest.raises(OSError, match="Input/output"):
+            Gpt(GPT._replace(layers=1)).to_pretrained(folder)
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+    assert folder.exists() == old
 
 
 def test_layers_that_share_weights_are_written_apart(tmp_path: Path) -> None:

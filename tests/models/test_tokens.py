@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -198,8 +199,13 @@ def test_pieces_back_into_text(tokenizer: Tokenizer) -> None:
         (torch.zeros(3), r"ids: they are torch.float32 of shape \(3,\)"),
         ([1, 999], "ids: 999 is not in the vocabulary"),
         ([-1], "ids: -1 is not in the vocabulary"),
+        ([1.7], r"ids: they are \[1.7\]; they must be the whole numbers of one text, a list or a tensor"),
+        (["1"], r"ids: they are \['1'\]; they must be the whole numbers"),
+        (3, "ids: they are 3; they must be the whole numbers"),
+        ([torch.tensor(1.7)], "they must be the whole numbers"),
+        (torch.ones(3).bool(), r"ids: they are torch.bool of shape \(3,\)"),
     ],
 )  # fmt: skip
-def test_ids_that_are_no_text(bytewise: Tokenizer, ids: torch.Tensor, message: str) -> None:
+def test_ids_that_are_no_text(bytewise: Tokenizer, ids: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         bytewise.decode(ids)

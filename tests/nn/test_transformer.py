@@ -325,6 +325,44 @@ def test_bad_sizes(arguments: dict, message: str) -> None:
         Transformer(**{"vocab": VOCAB, "d_model": 12, "num_heads": 3, "layers": 2} | arguments)
 
 
+def test_parts_that_do_not_fit() -> None:
+    mha, up = MultiHeadAttention(12, 3), FeedForward(12, 31)
+    for arguments, options, message in (
+        (
+            (nn.MultiheadAttention(12, 3), up),
+            {},
+            "attention: it is MultiheadAttention; it must be a MultiHeadAttention",
+        ),
+        ((MultiHeadAttention(12, 3, residual=True), up), {}, "attention: it adds its query by itself"),
+        ((MultiHeadAttention(12, 3, combine="mean"), up), {}, "attention: its output has 4 features"),
+        ((MultiHeadAttention(12, 3, d_out=5), up), {}, "attention: its output has 5 features"),
+        ((mha, FeedForward(9, 31)), {}, "feedforward: its d_model is 9; it must be that of the attention, 12"),
+        ((mha, up), {"norm": nn.LayerNorm(12)}, "norm: it is a module"),
+        ((mha, up), {"cross": MultiHeadAttention(12, 3, position=Rotary())}, "cross: it has the position"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            TransformerLayer(*arguments, **options)
+    TransformerLayer(MultiHeadAttention(12, 3, combine="concat"), up)
+    with pytest.raises(ValueError, match=r"memory: it is Causal.*goes to over="):
+        TransformerLayer(mha, up)(torch.randn(1, 3, 12), Causal())
+
+
+def test_the_encoder_decoder_takes_padding_alone() -> None:
+    model, ids = transformer(), torch.ones(2, 5, dtype=torch.long)
+    with pytest.raises(ValueError, match=r"source_over: it is Causal.*it must be Padding"):
+        model(ids, ids, source_over=Causal())
+    with pytest.raises(ValueError, match="target_over: it is tensor"):
+        model(ids, ids, target_over=torch.ones(5, 5).bool())
+    with pytest.raises(ValueError, match="generate: the model is in training mode"):
+        model.train().generate(ids, start=START, max_new_tokens=3)
+
+
+def test_caches_on_the_meta_device() -> None:
+    with torch.device("meta"):
+        cache = MultiHeadAttention(12, 3).cache(2, 1000)
+    assert cache.capacity == 1000 and cache._k.is_meta
+
+
 def test_numbers_of_numpy_will_do() -> None:
     model = Transformer(np.int64(VOCAB), d_model=12, num_heads=3, layers=np.int64(1)).eval()
     source = torch.ones(1, 3, dtype=torch.int32)

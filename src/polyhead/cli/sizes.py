@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from decimal import ROUND_HALF_UP, Decimal
@@ -69,8 +70,22 @@ def run(arguments: argparse.Namespace) -> None:
             print(json.dumps([size._asdict() for size in counted], indent=2))
         else:
             _print(counted)
+        # now, and not when Python ends: what cannot be written is said below
+        print(end="", flush=True)
+    except BrokenPipeError:
+        # a reader such as `head` has had enough
+        _forget_output()
+        sys.exit(1)
+    except OSError as error:
+        _forget_output()
+        sys.exit(f"polyhead sizes: the output cannot be written: {error.strerror}")
     except (ImportError, ValueError) as error:
         sys.exit(f"polyhead sizes: {error}")
+
+
+def _forget_output() -> None:
+    """Let what could not be written go nowhere: Python would try again at its end, and complain."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def sizes(names: Sequence[str] = (), *, context: int | None = None) -> Iterator[Size]:
@@ -85,11 +100,11 @@ def sizes(names: Sequence[str] = (), *, context: int | None = None) -> Iterator[
         },
         **{name: (llama.Llama, config, llama.PUBLISHED.get(name)) for name, config in llama.SIZES.items()},
     }
-    unknown = next((part for part in names if not any(part in name for name in known)), None)
+    unknown = next((part for part in names if not any(part.lower() in name for name in known)), None)
     if unknown is not None:
         raise ValueError(f"no size has {unknown!r} in its name; there are {', '.join(known)}")
     for name, (kind, config, published) in known.items():
-        if not names or any(part in name for part in names):
+        if not names or any(part.lower() in name for part in names):
             yield _measured(name, kind, config, published, context)
 
 
@@ -127,6 +142,14 @@ def short(count: int, letters: str = "KMBT") -> str:
     return f"{figure:.3g}{letters[power - 1] if power else ''}"
 
 
+# the columns of the table. Where a terminal is too narrow for all, the highest numbers are left out first, 0 never.
+_COLUMNS = {
+    "name": 0, "layers": 4, "heads": 3, "d_model": 5, "parameters": 0, "": 8, "published": 6, "equal": 6, "FLOPs a token": 1,
+    "attention": 7, "at keys": 7, "cache a token": 2,
+}  # fmt: skip
+_GAP = 2
+
+
 def _print(counted: Sequence[Size]) -> None:
     try:
         from rich.console import Console
@@ -134,21 +157,49 @@ def _print(counted: Sequence[Size]) -> None:
     except ImportError:
         raise ImportError("tables are printed with rich: pip install 'polyhead[inspect]', or pass --json") from None
     console = Console(markup=False, highlight=False)
-    if not console.is_terminal:
-        # a table that goes into a file or a pipe is as wide as it needs
-        console = Console(markup=False, highlight=False, width=max(160, console.width))
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column("name", no_wrap=True)
-    for title in ("layers", "heads", "d_model", "parameters", "", "published", "equal", "FLOPs a token", "attention", "at keys", "cache a token"):  # fmt: skip
-        table.add_column(title, justify="right", no_wrap=True)
-    for size in counted:
-        heads = f"{size.heads}" if size.kv_heads == size.heads else f"{size.heads}/{size.kv_heads}"
-        equal = "–" if size.equal is None else "yes" if size.equal else "no"
-        cache = "–" if size.cache_bytes is None else f"{short(size.cache_bytes, _SI)}B"
-        table.add_row(
-            size.name, f"{size.layers}", heads, f"{size.d_model:,}", f"{size.parameters:,}", short(size.parameters),
-            size.published or "–", equal, short(size.flops, _SI), short(size.attention_flops, _SI), f"{size.keys:,}", cache,
-        )  # fmt: skip
-    console.print(table)
-    for line in _COUNTED:
+    rows = [_row(size) for size in counted]
+    # a table that goes into a file or a pipe is as wide as it needs
+    shown = _fitting(rows, console.width) if console.is_terminal else list(_COLUMNS)
+    table = Table(box=None, pad_edge=False, padding=(0, _GAP, 0, 0))
+    for title in shown:
+        table.add_column(title, justify="left" if title == "name" else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*(row[title] for title in shown))
+    # rich would cut numbers off where even these do not fit; a terminal goes on in the next line
+    Console(markup=False, highlight=False, width=max(_width(rows, shown), console.width)).print(table)
+    hidden = [title for title in _COLUMNS if title and title not in shown]
+    notes = [f"Not shown, for want of room: {', '.join(hidden)}. A wider terminal, a file or --json has them."]
+    for line in (*(notes if hidden else ()), *_COUNTED):
         console.print(f"\n{line}", soft_wrap=not console.is_terminal)
+
+
+def _row(size: Size) -> dict[str, str]:
+    cells = (
+        size.name,
+        f"{size.layers}",
+        f"{size.heads}" if size.kv_heads == size.heads else f"{size.heads}/{size.kv_heads}",
+        f"{size.d_model:,}",
+        f"{size.parameters:,}",
+        short(size.parameters),
+        size.published or "–",
+        "–" if size.equal is None else "yes" if size.equal else "no",
+        short(size.flops, _SI),
+        short(size.attention_flops, _SI),
+        f"{size.keys:,}",
+        "–" if size.cache_bytes is None else f"{short(size.cache_bytes, _SI)}B",
+    )
+    return dict(zip(_COLUMNS, cells, strict=True))
+
+
+def _width(rows: Sequence[dict[str, str]], titles: Sequence[str]) -> int:
+    return sum(max(len(title), *(len(row[title]) for row in rows)) + _GAP for title in titles) - _GAP
+
+
+def _fitting(rows: Sequence[dict[str, str]], width: int) -> list[str]:
+    """The columns that a terminal has room for: without the less important ones."""
+    shown = list(_COLUMNS)
+    for least in sorted(set(_COLUMNS.values()) - {0}, reverse=True):
+        if _width(rows, shown) <= width:
+            break
+        shown = [title for title in shown if _COLUMNS[title] != least]
+    return shown

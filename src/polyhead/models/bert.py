@@ -16,6 +16,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from polyhead.models import files, saving, weights
+from polyhead.models.tokens import check_length
 from polyhead.neighbourhood import Neighbourhood
 from polyhead.nn import FeedForward, MultiHeadAttention, TransformerLayer
 from polyhead.nn.transformer import ACTIVATIONS, check_ids, embedding
@@ -113,8 +114,7 @@ class Bert(nn.Module):
 
     def __init__(self, config: Config) -> None:
         super().__init__()
-        if config.heads < 1 or config.d_model % config.heads:
-            raise ValueError(f"heads: {config.heads} does not divide d_model {config.d_model}; it must, in a BERT")
+        files.check(config)
         self.config = config
         self.embeddings = Embeddings(config)
         self.layers = nn.ModuleList(_layer(config) for _ in range(config.layers))
@@ -141,11 +141,7 @@ class Bert(nn.Module):
             ValueError: for ids that the model has no embedding for, and texts longer than its positions.
         """
         check_ids("ids", ids, self.config.vocab)
-        if ids.dim() < 1 or ids.shape[-1] > self.config.positions:
-            raise ValueError(
-                f"ids: their shape is {tuple(ids.shape)}; it must be (..., tokens), with at most {self.config.positions} tokens, "
-                "for the model has no more positions (Tokens.shortened cuts a text)"
-            )
+        check_length(ids, self.config.positions)
         if token_types is not None:
             check_ids("token_types", token_types, self.config.token_types, "the types'")
             if token_types.shape != ids.shape:
@@ -188,7 +184,7 @@ class Bert(nn.Module):
             tensors = _today(stored)
             modules = {name.rpartition(".")[0] for name, _ in tensors}
             arguments |= {head: NAMES[head] in modules for head in ("pooler", "masked_lm")}
-            model = fields.build(cls, Config(**arguments))
+            model = fields.build(cls, Config(**arguments), len(stored.names))
             weights.fill(model, stored, NAMES, tensors, dtype=dtype)
         return model.eval()
 

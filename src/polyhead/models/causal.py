@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from polyhead.models.files import Fields
+from polyhead.models.tokens import check_length
 from polyhead.neighbourhood import Causal, Neighbourhood, Window, neighbourhood
 from polyhead.nn import KeyValueCache, TransformerLayer
 from polyhead.nn.cache import all_or_none
@@ -64,12 +64,7 @@ class CausalModel(nn.Module, ABC):
                 f"caches: there are {len(caches)}; there must be one for each of {len(self.layers)} layers"
             )
         first = 0 if caches is None else caches[0].length
-        if ids.dim() < 1 or first + ids.shape[-1] > self.config.positions:
-            before = f" after the {first} in the caches" if first else ""
-            raise ValueError(
-                f"ids: their shape is {tuple(ids.shape)}{before}; it must be (..., tokens), with at most "
-                f"{self.config.positions - first} tokens, for the model has {self.config.positions} positions (Tokens.shortened cuts a text)"
-            )
+        check_length(ids, self.config.positions, first)
         return self._read(ids, over, caches)
 
     def _read(self, ids: Tensor, over: Neighbourhood | Tensor | None, caches: Sequence[KeyValueCache] | None) -> Tensor:
@@ -144,27 +139,3 @@ class CausalModel(nn.Module, ABC):
             nn.init.normal_(module.weight, std=deep if name.endswith(("o_proj", "down")) else deviation)
             if isinstance(module, nn.Linear) and module.bias is not None:
                 nn.init.zeros_(module.bias)
-
-
-def check_heads(config: Any) -> None:
-    """Raise where heads do not share the features of a token evenly."""
-    if config.heads < 1 or config.d_model % config.heads:
-        raise ValueError(f"heads: {config.heads} does not divide d_model {config.d_model}; it must")
-
-
-def ends(fields: Fields) -> dict[str, Any]:
-    """The tokens that start and end a text, as config.json says them: arguments of a configuration."""
-    start, stop = (fields.values.get(name) for name in ("bos_token_id", "eos_token_id"))
-    stops = stop if isinstance(stop, list) else [] if stop is None else [stop]
-    for name, ids in (("bos_token_id", [] if start is None else [start]), ("eos_token_id", stops)):
-        if not all(isinstance(number, int) and not isinstance(number, bool) and number >= 0 for number in ids):
-            raise ValueError(
-                f"{fields.path}: {name} is {fields.values[name]!r:.60}; it must be the number of a token, or null"
-            )
-    return {"start": start, "stop": tuple(stops)}
-
-
-def named_ends(start: int | None, stop: tuple[int, ...]) -> dict[str, Any]:
-    """The same, as config.json says them."""
-    ids: Any = None if not stop else stop[0] if len(stop) == 1 else list(stop)
-    return {"bos_token_id": start, "eos_token_id": ids}

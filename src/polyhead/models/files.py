@@ -1,4 +1,4 @@
-"""The files of a checkpoint: where they are, and what their config.json says."""
+"""The files of a checkpoint: where they are, what their config.json says, and what a configuration must be."""
 
 from __future__ import annotations
 
@@ -115,8 +115,33 @@ class Fields(NamedTuple):
             arguments[ours] = ACTIVATIONS[str(value)] if ours == "activation" else kind(value)
         return arguments
 
-    def build(self, model: Callable[[Any], Model], config: NamedTuple) -> Model:
-        """A model of a configuration that was read, on the meta device: nothing is drawn that the checkpoint would replace."""
+    def flag(self, name: str) -> bool:
+        """A setting that is false where it is left out."""
+        value = self.values.get(name)
+        if not (value is None or isinstance(value, bool)):
+            raise ValueError(f"{self.path}: {name} is {value!r:.60}; it must be true or false")
+        return bool(value)
+
+    def ends(self, vocab: int) -> dict[str, Any]:
+        """The tokens that start and end a text, arguments of a configuration; `vocab` is how many tokens there are."""
+        start, stop = (self.values.get(name) for name in ("bos_token_id", "eos_token_id"))
+        stops = stop if isinstance(stop, list) else [] if stop is None else [stop]
+        for name, ids in (("bos_token_id", [] if start is None else [start]), ("eos_token_id", stops)):
+            if not all(_is_whole(number, 0) and number < vocab for number in ids):
+                raise ValueError(
+                    f"{self.path}: {name} is {self.values[name]!r:.60}; it must be the number of a token, 0 to {vocab - 1}, or null"
+                )
+        return {"start": start, "stop": tuple(stops)}
+
+    def build(self, model: Callable[[Any], Model], config: Any, tensors: int) -> Model:
+        """A model of a configuration that was read, on the meta device: nothing is drawn that the checkpoint would replace.
+
+        `tensors` is how many the checkpoint has: a file that speaks of more layers than that is not followed.
+        """
+        if config.layers > tensors:
+            raise ValueError(
+                f"{self.path}: layers: it is {config.layers}, more than the {tensors} tensors of the checkpoint; it must be how many layers that has"
+            )
         try:
             with torch.device("meta"):
                 return model(config)
@@ -140,6 +165,12 @@ ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",
 }
+
+
+def _is_whole(value: Any, least: int = 1) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
 # by the kind of a value, or by the name of the argument
 _RULES: dict[type | str, tuple[Callable[[Any], bool], str]] = {
     "activation": (lambda x: isinstance(x, str) and x in ACTIVATIONS, f"one of {', '.join(ACTIVATIONS)}"),
@@ -156,6 +187,42 @@ def named(names: Mapping[str, str], config: NamedTuple) -> dict[str, Any]:
         theirs = names["activation"]
         values[theirs] = next(name for name, ours in ACTIVATIONS.items() if ours == values[theirs])
     return values
+
+
+def named_ends(start: int | None, stop: tuple[int, ...]) -> dict[str, Any]:
+    """The tokens around a text as config.json says them: what `Fields.ends` reads."""
+    ids: Any = None if not stop else stop[0] if len(stop) == 1 else list(stop)
+    return {"bos_token_id": start, "eos_token_id": ids}
+
+
+# the fields of a configuration that count something, where it has them; a field whose default is None may be None
+_COUNTS = (
+    "d_model", "heads", "layers", "d_feedforward", "vocab", "positions", "token_types", "kv_heads", "head_dim", "window"
+)  # fmt: skip
+
+
+def check(config: Any) -> None:
+    """Raise where a field of a model's configuration cannot be what it is."""
+    defaults, values = config._field_defaults, config._asdict()
+    for name in _COUNTS:
+        value = values.get(name)
+        left_out = value is None and defaults.get(name, ...) is None
+        if name in values and not left_out and not _is_whole(value):
+            raise ValueError(f"{name}: it is {value!r:.60}; it must be a whole number, 1 or more")
+    # with a size of their own, heads need not share the features of a token evenly
+    if values.get("head_dim") is None and config.d_model % config.heads:
+        raise ValueError(f"heads: {config.heads} does not divide d_model {config.d_model}; it must")
+    if values.get("head") not in ("own", "tied", None):
+        raise ValueError(f"head: it is {config.head!r:.60}; it must be 'own', 'tied' or None")
+    start, stop = values.get("start"), values.get("stop", ())
+    if not isinstance(stop, tuple) or not all(_is_whole(number, 0) and number < config.vocab for number in stop):
+        raise ValueError(
+            f"stop: it is {stop!r:.60}; it must be a tuple of the vocabulary's ids, 0 to {config.vocab - 1}"
+        )
+    if start is not None and not (_is_whole(start, 0) and start < config.vocab):
+        raise ValueError(
+            f"start: it is {start!r:.60}; it must be one of the vocabulary's ids, 0 to {config.vocab - 1}, or None"
+        )
 
 
 def config(root: Path, kinds: Sequence[str]) -> Fields:

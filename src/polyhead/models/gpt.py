@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from polyhead.kernels.thin import linear
 from polyhead.models import files, saving, weights
-from polyhead.models.causal import CausalModel, check_heads, ends, named_ends
+from polyhead.models.causal import CausalModel
 from polyhead.nn import FeedForward, MultiHeadAttention, TransformerLayer
 from polyhead.nn.transformer import embedding
 from polyhead.score import Dot
@@ -102,7 +102,7 @@ class Gpt(CausalModel):
 
     def __init__(self, config: Config) -> None:
         super().__init__()
-        check_heads(config)
+        files.check(config)
         self.config = config = config._replace(d_feedforward=config.d_feedforward or 4 * config.d_model)
         self.words = embedding(config.vocab, config.d_model)
         self.positions = embedding(config.positions, config.d_model)
@@ -135,8 +135,10 @@ class Gpt(CausalModel):
         fields = files.config(folder, ("gpt2",))
         fields.expect(add_cross_attention=False, scale_attn_weights=True, tie_word_embeddings=True)
         arguments = fields.as_arguments(FIELDS, SIZES["small"]._replace(d_feedforward=3072))
+        config = Config(**arguments)
+        config = config._replace(**fields.ends(config.vocab))
         with weights.opened(folder) as stored:
-            model = fields.build(cls, Config(**arguments, **ends(fields)))
+            model = fields.build(cls, config, len(stored.names))
             weights.fill(model, stored, NAMES, _today(stored), dtype=dtype)
         return model.eval()
 
@@ -153,7 +155,7 @@ class Gpt(CausalModel):
             "model_type": "gpt2",
             "architectures": ["GPT2LMHeadModel"],
             **files.named(FIELDS, self.config),
-            **named_ends(self.config.start, self.config.stop),
+            **files.named_ends(self.config.start, self.config.stop),
         }
         saving.save(folder, fields, {f"transformer.{name}": tensor for name, tensor in tensors.items()})
 

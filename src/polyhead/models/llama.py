@@ -14,9 +14,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from polyhead.kernels.thin import linear
+from polyhead.kernels.thin import linear, mapped
 from polyhead.models import files, saving, weights
-from polyhead.models.causal import CausalModel, check_heads, ends, named_ends
+from polyhead.models.causal import CausalModel
 from polyhead.nn import FeedForward, MultiHeadAttention, TransformerLayer
 from polyhead.nn.transformer import embedding
 from polyhead.position import Rotary, Stretch
@@ -132,8 +132,7 @@ class Llama(CausalModel):
 
     def __init__(self, config: Config) -> None:
         super().__init__()
-        if config.head_dim is None:
-            check_heads(config)
+        files.check(config)
         self.config = config = config._replace(
             kv_heads=config.kv_heads or config.heads, head_dim=config.head_dim or config.d_model // config.heads
         )
@@ -155,7 +154,7 @@ class Llama(CausalModel):
         """How likely each token is to come next."""
         if self.config.head is None:
             raise ValueError("head: this model has none; its checkpoint, or Config(head='own'), must bring it")
-        return linear(hidden, self.words.weight if self.head is None else self.head.weight)
+        return linear(hidden, self.words.weight) if self.head is None else mapped(self.head, hidden)
 
     @classmethod
     def from_pretrained(cls, path_or_package: str | Path, *, dtype: torch.dtype | None = torch.float32) -> Llama:
@@ -173,14 +172,14 @@ class Llama(CausalModel):
         if fields.kind == "mistral":
             fields = fields._replace(values={**_MISTRAL, **fields.values})
         names = FIELDS | KINDS[fields.kind]
-        arguments = (
-            fields.as_arguments(names, SIZES["mistral-7b"]._replace(head_dim=128)) | _turns(fields) | ends(fields)
-        )
-        tied = bool(fields.values.get("tie_word_embeddings", False))
+        arguments = fields.as_arguments(names, SIZES["mistral-7b"]._replace(head_dim=128)) | _turns(fields)
+        config = Config(**arguments)
+        config = config._replace(**fields.ends(config.vocab))
+        tied = fields.flag("tie_word_embeddings")
         with weights.opened(folder) as stored:
             tensors = _today(stored, tied)
-            arguments["head"] = "tied" if tied else "own" if "lm_head.weight" in dict(tensors) else None
-            model = fields.build(cls, Config(**arguments))
+            config = config._replace(head="tied" if tied else "own" if "lm_head.weight" in dict(tensors) else None)
+            model = fields.build(cls, config, len(stored.names))
             weights.fill(model, stored, NAMES, tensors, dtype=dtype)
         return model.eval()
 
@@ -209,7 +208,7 @@ class Llama(CausalModel):
             **files.named(FIELDS | KINDS[kind], config),
             "rope_parameters": _named_turns(config),
             "tie_word_embeddings": config.head == "tied",
-            **named_ends(config.start, config.stop),
+            **files.named_ends(config.start, config.stop),
         }
         saving.save(
             folder, fields, {name if name.startswith("lm_head") else body + name: x for name, x in tensors.items()}
@@ -240,9 +239,13 @@ def _today(stored: weights.Weights, tied: bool) -> list[tuple[str, weights.Store
 
 def _turns(fields: files.Fields) -> dict[str, Any]:
     """`rope_base` and `stretch` of a config.json: of `rope_parameters`, or of older files' `rope_theta` and `rope_scaling`."""
-    said = fields.values.get("rope_scaling") or fields.values.get("rope_parameters") or {}
-    if not isinstance(said, dict) or any(isinstance(value, dict) for value in said.values()):
-        raise ValueError(f"{fields.path}: rope_parameters is {said!r:.60}; it must be one object for all layers")
+    said: dict[str, Any] = {}
+    for name in ("rope_parameters", "rope_scaling"):
+        given = fields.values.get(name)
+        given = {} if given is None else given
+        if not isinstance(given, dict) or any(isinstance(value, dict) for value in given.values()):
+            raise ValueError(f"{fields.path}: {name} is {given!r:.60}; it must be one object for all layers")
+        said = given or said
     kind = said.get("rope_type", said.get("type", "default"))
     if kind not in ("default", "linear", "llama3") or said.get("partial_rotary_factor", 1) != 1:
         raise ValueError(

@@ -46,7 +46,14 @@ def load(path_or_package: str | Path, *, dtype: torch.dtype | None = torch.float
     kind = files.config(folder, tuple(ARCHITECTURES)).kind
     # the smaller file first: what is wrong with it is said at once
     tokenizer = Tokenizer.from_pretrained(folder)
-    return Pretrained(ARCHITECTURES[kind].from_pretrained(folder, dtype=dtype), tokenizer)
+    model = ARCHITECTURES[kind].from_pretrained(folder, dtype=dtype)
+    # more rows than ids are padding, which many embeddings have
+    if tokenizer.vocab > model.config.vocab:
+        raise ValueError(
+            f"{folder / files.TOKENIZER}: it has ids up to {tokenizer.vocab - 1}, and the model a vocabulary of {model.config.vocab}; "
+            "every id must be in it (is the file another model's?)"
+        )
+    return Pretrained(model, tokenizer)
 
 
 def default(*, dtype: torch.dtype | None = torch.float32) -> Pretrained:

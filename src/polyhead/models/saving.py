@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -41,28 +42,49 @@ def named_tensors(model: nn.Module, fresh: nn.Module, names: Mapping[str, str]) 
 def save(folder: str | Path, fields: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
     """Write config.json and model.safetensors into a folder, which is made where it is not there.
 
-    Both are written beside their places and moved there when they are whole: an older checkpoint stays until then.
+    Both are written beside their places and moved there when they are whole. An older checkpoint stays until then, and comes
+    back where moving fails; nothing is left of folders that were made. Should the process itself be killed while the files
+    are moved, which no two files can be at once, then there is no config.json, and the folder is refused when it is read:
+    new weights never meet an old configuration. The older files are then in the folder `.saving-…` in it.
     """
     folder = Path(folder)
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"folder: {folder} is a file; it must be a folder, or the path of a new one")
     safetensors = files.library("safetensors.torch")
     dtype = next(iter(tensors.values())).dtype
-    there = folder.exists()
-    folder.mkdir(parents=True, exist_ok=True)
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
+        folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder, prefix=".saving-") as beside:
-            new = Path(beside)
+            new, old = Path(beside, "new"), Path(beside, "old")
+            new.mkdir()
+            old.mkdir()
             whole = {**fields, "dtype": str(dtype).removeprefix("torch.")}
             (new / files.CONFIG).write_text(json.dumps(whole, indent=2, sort_keys=True) + "\n", encoding="utf-8")
             safetensors.save_file(_apart(tensors), new / files.WEIGHTS, metadata={"format": "pt"})
-            for name in (files.WEIGHTS, files.CONFIG):
-                (new / name).replace(folder / name)
+            _exchange(folder, new, old)
     except BaseException:
-        if not there:
-            # not where somebody else has written meanwhile
-            with contextlib.suppress(OSError):
-                folder.rmdir()
+        # not where somebody else has written meanwhile
+        with contextlib.suppress(OSError):
+            for path in made:
+                path.rmdir()
+        raise
+
+
+def _exchange(folder: Path, new: Path, old: Path) -> None:
+    """Move a checkpoint's files from `folder` to `old` and from `new` to `folder`: config.json goes first and comes last."""
+    try:
+        for name in (files.CONFIG, files.WEIGHTS):
+            if os.path.lexists(folder / name):
+                (folder / name).replace(old / name)
+        for name in (files.WEIGHTS, files.CONFIG):
+            (new / name).replace(folder / name)
+    except BaseException:
+        for name in (files.WEIGHTS, files.CONFIG):
+            if os.path.lexists(old / name):
+                (old / name).replace(folder / name)
+            elif not (new / name).exists():
+                (folder / name).unlink()
         raise
 
 

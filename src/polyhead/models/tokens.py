@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -13,6 +14,8 @@ from jaxtyping import Int
 from torch import Tensor
 
 from polyhead.models import files
+
+_WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,8 +90,8 @@ class Tokenizer:
 
     @property
     def vocab(self) -> int:
-        """How many ids there are."""
-        return int(self._encoder.get_vocab_size())
+        """How many ids a model must have an embedding for: one more than the highest."""
+        return 1 + max(self._encoder.get_vocab().values(), default=-1)
 
     def __call__(self, text: str) -> Tokens:
         """The tokens of a text, with the special ones that the model expects around it.
@@ -124,11 +127,16 @@ class Tokenizer:
 
     def decode(self, ids: Int[Tensor, "tokens"] | Sequence[int]) -> str:
         """The text of tokens, such as a model has written, without special tokens."""
-        if isinstance(ids, Tensor) and (ids.dim() != 1 or ids.is_floating_point()):
+        if isinstance(ids, Tensor) and (ids.dim() != 1 or ids.dtype not in _WHOLE):
             raise ValueError(
                 f"ids: they are {ids.dtype} of shape {tuple(ids.shape)}; they must be the whole numbers of one text, (tokens,)"
             )
-        numbers = [int(number) for number in ids]
+        try:
+            numbers = [operator.index(number) for number in ids]
+        except TypeError:
+            raise ValueError(
+                f"ids: they are {ids!r:.60}; they must be the whole numbers of one text, a list or a tensor"
+            ) from None
         unknown = next((n for n in numbers if n < 0 or self._encoder.id_to_token(n) is None), None)
         if unknown is not None:
             raise ValueError(f"ids: {unknown} is not in the vocabulary; they must be ids of this tokenizer")
@@ -144,6 +152,16 @@ class Tokenizer:
         added = encoding.special_tokens_mask
         closing = next((n for n, special in enumerate(reversed(added)) if not special), 0)
         return Tokens(torch.tensor(encoding.ids, dtype=torch.long), tuple(encoding.tokens), word_of, words, closing)
+
+
+def check_length(ids: Tensor, positions: int, first: int = 0) -> None:
+    """Raise where ids, of which `first` others were read before, are more than a model has positions for."""
+    if ids.dim() < 1 or first + ids.shape[-1] > positions:
+        before = f" after the {first} in the caches" if first else ""
+        raise ValueError(
+            f"ids: their shape is {tuple(ids.shape)}{before}; it must be (..., tokens), with at most {positions - first} tokens, "
+            f"for the model has {positions} positions (Tokens.shortened cuts a text)"
+        )
 
 
 def _read(path: Path) -> Any:

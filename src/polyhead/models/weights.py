@@ -68,9 +68,17 @@ class Stored(NamedTuple):
 class Weights:
     """The tensors of an open checkpoint by name."""
 
-    def __init__(self, path: Path, opened: Sequence[Any]) -> None:
+    def __init__(self, path: Path, opened: Mapping[Path, Any]) -> None:
         self.path = path
-        self._of = {name: file for file in opened for name in file.keys()}  # noqa: SIM118, a file is no dict
+        self._of: dict[str, Any] = {}
+        holder: dict[str, Path] = {}
+        for shard, file in opened.items():
+            for name in file.keys():  # noqa: SIM118, a file is no dict
+                if name in holder:
+                    raise ValueError(
+                        f"{path}: {name} is in {holder[name].name} and in {shard.name}; it must be in one of them"
+                    )
+                self._of[name], holder[name] = file, shard
 
     @property
     def names(self) -> list[str]:
@@ -89,7 +97,7 @@ def opened(root: Path) -> Iterator[Weights]:
         hint = f"{pickled[0]} is a pickle, which may run code when it is read, and is not; " if pickled else ""
         raise FileNotFoundError(f"{root / files.WEIGHTS}: there is no such file; {hint}{files.SAVED}")
     with contextlib.ExitStack() as stack:
-        yield Weights(path, [stack.enter_context(_open(file)) for file in _shards(path)])
+        yield Weights(path, {file: stack.enter_context(_open(file)) for file in _shards(path)})
 
 
 def _shards(path: Path) -> list[Path]:
@@ -166,8 +174,8 @@ def fill(
     Raises:
         ValueError: for tensors that are missing, not known or of another shape, with what was expected.
     """
-    if dtype is not None and not dtype.is_floating_point:
-        raise ValueError(f"dtype: it is {dtype}; it must be floating-point, such as torch.float32")
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ValueError(f"dtype: it is {dtype!r}; it must be floating-point, such as torch.float32, or None")
     expected = model.state_dict()
     back = {theirs: ours for ours, theirs in names.items()}
     found: dict[str, Stored] = {}

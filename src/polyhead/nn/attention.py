@@ -341,7 +341,7 @@ class MultiHeadAttention(nn.Module):
         like = next((p for p in self.k_proj.parameters() if p.is_floating_point()), None)
         device = torch.device("cpu") if like is None else like.device
         if dtype is None:
-            narrow = torch.is_autocast_enabled(device.type)
+            narrow = device.type != "meta" and torch.is_autocast_enabled(device.type)
             dtype = torch.get_autocast_dtype(device.type) if narrow else torch.float32 if like is None else like.dtype
         k = torch.empty(*lead, self.kv_heads, length, self.head_dim, dtype=dtype, device=device)
         v = torch.empty(*lead, self.value_heads, length, self.value_dim, dtype=dtype, device=device)

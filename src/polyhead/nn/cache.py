@@ -16,6 +16,9 @@ class Memory(NamedTuple):
     k: Float[Tensor, "... heads keys dim"]
     v: Float[Tensor, "... heads keys value_dim"]
 
+    def __repr__(self) -> str:
+        return f"Memory(keys {tuple(self.k.shape)}, values {tuple(self.v.shape)})"
+
 
 class KeyValueCache:
     """Preallocated keys and values (..., heads, capacity, dim), of which the first `length` are filled.

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 
 
 class Choice(NamedTuple):
@@ -48,6 +48,14 @@ class Choice(NamedTuple):
         return torch.multinomial(probabilities, 1, generator=self.generator)[:, 0]
 
 
+def check_evaluation(model: nn.Module) -> None:
+    """Raise where a model drops at random what it would write."""
+    if model.training:
+        raise ValueError(
+            "generate: the model is in training mode, in which it drops parts at random; call model.eval() first"
+        )
+
+
 def check_request(
     prompt: Int[Tensor, "batch tokens"], max_new_tokens: int, stop: int | Sequence[int] | None, choice: Choice, *, vocab: int,
     room: int | None = None,
@@ -67,7 +75,9 @@ def check_request(
     if not _whole(max_new_tokens) or max_new_tokens < 1:
         raise ValueError(f"max_new_tokens: it is {max_new_tokens!r}; it must be a whole number, 1 or more")
     if room is not None and tokens > room:
-        raise ValueError(f"ids: the prompt has {tokens} tokens; the model has positions for {room}")
+        raise ValueError(
+            f"ids: the prompt has {tokens} tokens; the model has positions for {room} (ids[:, -n:] keeps the end of it)"
+        )
     if room is not None and tokens + max_new_tokens > room:
         raise ValueError(
             f"max_new_tokens: it is {max_new_tokens}, after a prompt of {tokens} tokens; the model has positions for {room}, "

@@ -15,7 +15,7 @@ from polyhead.kernels.thin import linear, mapped
 from polyhead.neighbourhood import Causal, Neighbourhood, Padding
 from polyhead.nn.attention import MultiHeadAttention, check_shares, check_sizes
 from polyhead.nn.cache import KeyValueCache, Memory, all_or_none
-from polyhead.nn.generate import Choice, check_request, continued, whole_id
+from polyhead.nn.generate import Choice, check_evaluation, check_request, continued, whole_id
 from polyhead.nn.inputs import live_rows, thinned
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -85,9 +85,24 @@ class TransformerLayer(nn.Module):
     ) -> None:
         super().__init__()
         check_shares(dropout=dropout)
+        _check_part("attention", attention)
         d_model = attention.d_model
-        if cross is not None and cross.d_model != d_model:
-            raise ValueError(f"cross: its d_model is {cross.d_model}; it must be that of the attention, {d_model}")
+        if cross is not None:
+            _check_part("cross", cross)
+            if cross.d_model != d_model:
+                raise ValueError(f"cross: its d_model is {cross.d_model}; it must be that of the attention, {d_model}")
+            if cross.position is not None:
+                raise ValueError(
+                    f"cross: it has the position {cross.position}; a memory's places are not the items' own, so it must have none"
+                )
+        if isinstance(feedforward, FeedForward) and feedforward.up.in_features != d_model:
+            raise ValueError(
+                f"feedforward: its d_model is {feedforward.up.in_features}; it must be that of the attention, {d_model}"
+            )
+        if isinstance(norm, nn.Module):
+            raise ValueError(
+                "norm: it is a module; it must be what makes one for a number of features, such as nn.LayerNorm"
+            )
         self.norm_first = norm_first
         self.self = attention
         self.self_norm = norm(d_model)
@@ -115,6 +130,8 @@ class TransformerLayer(nn.Module):
             memory_over: which items may attend to what of the memory.
             cache: keys and values of earlier items, made by `layer.self.cache(batch, length)`.
         """
+        if isinstance(memory, Neighbourhood):
+            raise ValueError(f"memory: it is {memory!r}; who may attend to whom goes to over=, or memory_over=")
         if (memory is None) != (self.cross is None):
             raise ValueError(
                 "memory: this layer has cross-attention; pass what it attends to"
@@ -141,6 +158,20 @@ class TransformerLayer(nn.Module):
 
     def extra_repr(self) -> str:
         return f"norm_first={self.norm_first}, dropout={self.dropout}"
+
+
+def _check_part(name: str, attention: object) -> None:
+    """Raise where an attention cannot be a part that is added to what it was given."""
+    if not isinstance(attention, MultiHeadAttention):
+        raise ValueError(f"{name}: it is {type(attention).__name__}; it must be a MultiHeadAttention")
+    width = attention.value_dim * (attention.num_heads if attention.combine == "concat" else 1)
+    width = width if attention.o_proj is None else attention.o_proj.out_features
+    if width != attention.d_model:
+        raise ValueError(
+            f"{name}: its output has {width} features; it must have those of its query, {attention.d_model}"
+        )
+    if attention.residual:
+        raise ValueError(f"{name}: it adds its query by itself (residual=True); it must not, since the layer does")
 
 
 class Transformer(nn.Module):
@@ -237,6 +268,7 @@ class Transformer(nn.Module):
         self, source: Int[Tensor, "batch keys"], over: Padding | None = None
     ) -> Float[Tensor, "batch keys d_model"]:
         """The source as the decoder reads it."""
+        _check_padding("source_over", over)
         check_ids("source", source, self.source_vocab)
         x = self._embedded(self.source_embedding or self.embedding, source, 0)
         for layer in self.encoder:
@@ -260,6 +292,8 @@ class Transformer(nn.Module):
             over, memory_over: `Padding(lengths)` of the target and of the source.
             caches: what `begin` made, to write a target a part at a time.
         """
+        _check_padding("target_over", over)
+        _check_padding("memory_over", memory_over)
         check_ids("target", target, self.vocab)
         for name, given in (("memory", memory), ("caches", caches)):
             if given is not None and not isinstance(given, Tensor) and len(given) != len(self.decoder):
@@ -314,6 +348,7 @@ class Transformer(nn.Module):
             top_p: draw from the likeliest tokens that together have this probability.
             generator: what draws.
         """
+        check_evaluation(self)
         if source.dim() != 2 or not source.numel():
             raise ValueError(
                 f"source: its shape is {tuple(source.shape)}; it must be (batch, tokens), 1 or more of both"
@@ -333,6 +368,11 @@ class Transformer(nn.Module):
         where = sinusoids(first, first + ids.shape[-1], self.d_model, tokens.weight)
         x = tokens(ids) * math.sqrt(self.d_model) + where
         return thinned(x, self.dropout) if self.training and self.dropout else x
+
+
+def _check_padding(name: str, over: object) -> None:
+    if over is not None and not isinstance(over, Padding):
+        raise ValueError(f"{name}: it is {over!r:.80}; it must be Padding(lengths), or None where all tokens are real")
 
 
 def sinusoids(first: int, stop: int, features: int, like: Tensor) -> Float[Tensor, "positions features"]:
