@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from benchmarks.case import Case, Results, Side, Sides, grad, inference
 from polyhead import Padding
 from polyhead.interop.huggingface import register
-from polyhead.interop.torch import from_torch
+from polyhead.interop.torch_layers import layer_from_torch
 from polyhead.kernels.thin import linear
 from polyhead.models import Bert, Gpt
 from polyhead.nn import FeedForward, Transformer, TransformerLayer
@@ -177,22 +177,6 @@ class _Theirs(nn.Module):
         )  # fmt: skip
 
 
-def _give(theirs: Any, ours: TransformerLayer) -> None:
-    """Give a layer the weights of torch's."""
-    ours.self = from_torch(theirs.self_attn)
-    norms = [ours.self_norm, ours.feedforward_norm]
-    if ours.cross is not None:
-        ours.cross = from_torch(theirs.multihead_attn)
-        assert ours.cross_norm is not None
-        norms.insert(1, ours.cross_norm)
-    ours.feedforward.load_state_dict({
-        f"{own}.{kind}": getattr(getattr(theirs, other), kind)
-        for own, other in (("up", "linear1"), ("down", "linear2")) for kind in ("weight", "bias")
-    })  # fmt: skip
-    for number, norm in enumerate(norms, 1):
-        norm.load_state_dict(getattr(theirs, f"norm{number}").state_dict())
-
-
 def _translation() -> Sides:
     """Forward and backward of 128 sentence pairs, timed with dropout and compared without it."""
     torch.manual_seed(0)
@@ -201,11 +185,8 @@ def _translation() -> Sides:
     shared = Transformer(VOCAB, d_model=WIDTH, num_heads=HEADS, layers=1, d_feedforward=1, dropout=0.0)
     shared.embedding.weight.data.copy_(ours.embedding.weight)
     theirs = _Theirs(shared)
-    for own, other in zip(
-        (*ours.encoder, *ours.decoder), (*theirs.body.encoder.layers, *theirs.body.decoder.layers), strict=True
-    ):
-        assert isinstance(own, TransformerLayer)
-        _give(other, own)
+    ours.encoder = nn.ModuleList(map(layer_from_torch, theirs.body.encoder.layers))
+    ours.decoder = nn.ModuleList(map(layer_from_torch, theirs.body.decoder.layers))
     lengths = torch.randint(12, 19, (128,)), torch.randint(13, 22, (128,))
     source, target = (torch.randint(VOCAB, (128, int(n.max()))) for n in lengths)
     real = torch.arange(target.shape[1]) < lengths[1][:, None]

@@ -123,6 +123,60 @@ def test_checkpoints_of_transformers(transformers: Any, tmp_path: Path, peer: st
     agree(model, theirs)
 
 
+@pytest.mark.parametrize("peer", ["GPT-2", "Llama", "Mistral"])
+@torch.no_grad()
+def test_prompts_of_different_lengths(transformers: Any, tmp_path: Path, peer: str) -> None:
+    theirs = peer_of(transformers, peer)
+    theirs.save_pretrained(tmp_path)
+    model = ours(peer).from_pretrained(tmp_path)
+    ids, lengths = torch.randint(0, 101, (4, 11)), torch.tensor([11, 1, 7, 4])
+    real = torch.arange(11) >= 11 - lengths[:, None]
+    written = model.generate(ids, 40, over=Padding(real))
+    expected = theirs.generate(ids, attention_mask=real.long(), max_new_tokens=40, do_sample=False, pad_token_id=0)
+    assert torch.equal(written, expected)
+    for row, length in enumerate(lengths.tolist()):
+        alone = ids[row : row + 1, 11 - length :]
+        assert torch.equal(model.generate(alone, 40)[0, length:], written[row, 11:])
+        hidden = model(ids, Padding(real))[row, 11 - length :]
+        assert difference(hidden, model(alone)[0]) < 2e-5
+    # a part at a time, with holes
+    real[0, 3] = False
+    whole, caches = model(ids, Padding(real) & Causal()), model.caches(4, 11)
+    parts = [model(ids[:, a:b], Padding(real[:, :b]), caches=caches) for a, b in ((0, 6), (6, 7), (7, 11))]
+    assert difference(torch.cat(parts, 1)[real], whole[real]) < 2e-5
+
+
+@torch.no_grad()
+def test_padding_that_new_tokens_cannot_follow() -> None:
+    model, ids = built("gpt"), torch.randint(0, 101, (2, 5))
+    for over in (Padding([5, 3]), Causal(), Padding(torch.ones(2, 4).bool())):
+        with pytest.raises(
+            ValueError, match=r"over: it is .*; it must be Padding\(real\).*of the shape of ids, \(2, 5\)"
+        ):
+            model.generate(ids, 3, over=over)
+    for gap in (4, 2):
+        real = torch.ones(2, 5).bool()
+        real[0, gap] = False
+        with pytest.raises(ValueError, match="over: prompts must be padded at the left"):
+            model.generate(ids, 3, over=Padding(real))
+
+
+@torch.no_grad()
+def test_a_text_ends_where_its_configuration_says(transformers: Any, tmp_path: Path) -> None:
+    theirs, prompt = peer_of(transformers, "Llama"), torch.tensor([[1, 2, 3]])
+    options = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": 60, "do_sample": False, "pad_token_id": 0}
+    end = int(theirs.generate(prompt, **options)[0, 10])
+    theirs.config.eos_token_id = theirs.generation_config.eos_token_id = [end, 100]
+    theirs.save_pretrained(tmp_path)
+    model = Llama.from_pretrained(tmp_path)
+    assert model.config.stop == (end, 100)
+    expected, written = theirs.generate(prompt, **options), model.generate(prompt, 60)
+    assert torch.equal(written, expected) and written.shape[1] < 63
+    assert model.generate(prompt, 60, stop=()).shape[1] == 63
+    with pytest.raises(ValueError, match="generate: the model is in training mode"):
+        model.train().generate(prompt, 3)
+
+
 @pytest.mark.parametrize("peer", PEERS)
 @torch.no_grad()
 def test_checkpoints_for_transformers(transformers: Any, tmp_path: Path, peer: str) -> None:

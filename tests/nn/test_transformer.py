@@ -11,30 +11,18 @@ import torch
 from torch import nn
 
 from polyhead import Causal, MultiHeadAttention, Padding, Rotary, capture
-from polyhead.interop.torch import from_torch
+from polyhead.interop.torch_layers import layer_from_torch
 from polyhead.nn import FeedForward, Memory, Transformer, TransformerLayer
 from polyhead.nn.generate import Choice
 
 VOCAB, START, STOP = 23, 1, 2
 
 
-def layer(*, cross: bool, norm_first: bool, activation: str = "relu") -> TransformerLayer:
+def layer(*, cross: bool, norm_first: bool) -> TransformerLayer:
     attentions = [MultiHeadAttention(12, 3) for _ in range(1 + cross)]
     return TransformerLayer(
-        attentions[0], FeedForward(12, 31, activation=activation), cross=attentions[1] if cross else None, norm_first=norm_first
+        attentions[0], FeedForward(12, 31), cross=attentions[1] if cross else None, norm_first=norm_first
     )  # fmt: skip
-
-
-def of_torch(theirs: nn.Module, ours: TransformerLayer) -> None:
-    """Give a layer the weights of torch's."""
-    ours.self = from_torch(theirs.self_attn)
-    norms = [ours.self_norm, ours.feedforward_norm]
-    if ours.cross is not None:
-        ours.cross = from_torch(theirs.multihead_attn)
-        norms.insert(1, ours.cross_norm)
-    ours.feedforward.up, ours.feedforward.down = theirs.linear1, theirs.linear2
-    for number, norm in enumerate(norms, 1):
-        norm.load_state_dict(getattr(theirs, f"norm{number}").state_dict())
 
 
 @pytest.mark.parametrize("activation", ["relu", "gelu"])
@@ -44,21 +32,24 @@ def test_an_encoders_layer_is_torchs(norm_first: bool, activation: str) -> None:
     theirs = nn.TransformerEncoderLayer(
         12, 3, 31, dropout=0.0, activation=activation, batch_first=True, norm_first=norm_first
     )
-    ours = layer(cross=False, norm_first=norm_first, activation=activation)
-    of_torch(theirs, ours)
+    ours = layer_from_torch(theirs)
     x, lengths = torch.randn(5, 7, 12), torch.tensor([7, 1, 4, 6, 3])
     real = torch.arange(7) < lengths[:, None]
     torch.testing.assert_close(ours(x), theirs(x))
-    wanted = theirs(x, src_key_padding_mask=~real)
-    torch.testing.assert_close(ours(x, over=Padding(lengths))[real], wanted[real])
+    wanted = theirs(x, src_key_padding_mask=~real)[real]
+    found = ours(x, over=Padding(lengths))[real]
+    torch.testing.assert_close(found, wanted)
+    weights = torch.randn_like(found)
+    (own,) = torch.autograd.grad((found * weights).sum(), ours.feedforward.up.weight)
+    (other,) = torch.autograd.grad((wanted * weights).sum(), theirs.linear1.weight)
+    torch.testing.assert_close(own, other)
 
 
 @pytest.mark.parametrize("norm_first", [True, False])
 def test_a_decoders_layer_is_torchs_in_value_and_gradient(norm_first: bool) -> None:
     torch.manual_seed(0)
     theirs = nn.TransformerDecoderLayer(12, 3, 31, dropout=0.0, batch_first=True, norm_first=norm_first)
-    ours = layer(cross=True, norm_first=norm_first)
-    of_torch(theirs, ours)
+    ours = layer_from_torch(theirs)
     x, memory = torch.randn(5, 7, 12, requires_grad=True), torch.randn(5, 11, 12, requires_grad=True)
     lengths = torch.tensor([11, 2, 5, 9, 1])
     ahead = torch.ones(7, 7, dtype=torch.bool).triu(1)
@@ -73,6 +64,19 @@ def test_a_decoders_layer_is_torchs_in_value_and_gradient(norm_first: bool) -> N
         strict=True,
     ):
         torch.testing.assert_close(own, other)
+
+
+def test_what_is_none_of_torchs_layers() -> None:
+    for wrong, message in (
+        (nn.Linear(2, 2), "layer: it is Linear; it must be a torch.nn.TransformerEncoderLayer"),
+        (nn.TransformerEncoderLayer(12, 3, activation=torch.tanh, batch_first=True), "layer: its activation is .*tanh"),
+        (nn.TransformerEncoderLayer(12, 3), "module: its batch_first is False"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            layer_from_torch(wrong)
+    theirs = nn.TransformerEncoderLayer(12, 3, 31, 0.0, nn.GELU(), batch_first=True, bias=False, layer_norm_eps=0.1)
+    x = torch.randn(2, 5, 12)
+    torch.testing.assert_close(layer_from_torch(theirs)(x), theirs(x))
 
 
 @pytest.mark.parametrize("norm_first", [True, False])
@@ -141,10 +145,8 @@ def test_the_encoder_decoder_is_torchs(norm_first: bool) -> None:
     torch.manual_seed(0)
     ours = transformer(norm_first=norm_first, activation="gelu")
     theirs = nn.Transformer(12, 3, 2, 3, 31, 0.0, "gelu", batch_first=True, norm_first=norm_first).eval()
-    for own, other in zip(
-        [*ours.encoder, *ours.decoder], [*theirs.encoder.layers, *theirs.decoder.layers], strict=True
-    ):
-        of_torch(other, own)
+    ours.encoder = nn.ModuleList(map(layer_from_torch, theirs.encoder.layers))
+    ours.decoder = nn.ModuleList(map(layer_from_torch, theirs.decoder.layers))
     if not norm_first:
         # torch normalises once more at both ends, whatever norm_first says
         theirs.encoder.norm = theirs.decoder.norm = None

@@ -7,14 +7,15 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from polyhead.models.tokens import check_length
-from polyhead.neighbourhood import Causal, Neighbourhood, Window, neighbourhood
+from polyhead.neighbourhood import Causal, Neighbourhood, Padding, Window, neighbourhood
+from polyhead.neighbourhood.base import Both
 from polyhead.nn import KeyValueCache, TransformerLayer
 from polyhead.nn.cache import all_or_none
-from polyhead.nn.generate import Choice, check_request, continued
+from polyhead.nn.generate import Choice, check_evaluation, check_request, continued
 from polyhead.nn.transformer import check_ids
 
 
@@ -33,8 +34,10 @@ class CausalModel(nn.Module, ABC):
     window: int | None = None
 
     @abstractmethod
-    def embedded(self, ids: Int[Tensor, "... tokens"], first: int) -> Float[Tensor, "... tokens d_model"]:
-        """What tokens are before they have read any other, the first of them at position `first`."""
+    def embedded(
+        self, ids: Int[Tensor, "... tokens"], where: slice | Int[Tensor, "... tokens"]
+    ) -> Float[Tensor, "... tokens d_model"]:
+        """What tokens are before they have read any other; `where` are their positions."""
 
     @abstractmethod
     def logits(self, hidden: Float[Tensor, "... d_model"]) -> Float[Tensor, "... vocab"]:
@@ -51,8 +54,9 @@ class CausalModel(nn.Module, ABC):
 
         Args:
             ids: numbers of tokens; with caches, those that follow the ones in them.
-            over: who may attend to whom of those that come before: `Padding(lengths)` for texts of different lengths. That
-                nobody looks ahead need not be said.
+            over: who may attend to whom of those that come before: `Padding(lengths)` for texts of different lengths, or
+                `Padding(real)`, a bool tensor that covers the cached tokens too. Real tokens count from position 0. That nobody
+                looks ahead need not be said.
             caches: what `caches` made, to read a text a part at a time.
 
         Raises:
@@ -70,7 +74,7 @@ class CausalModel(nn.Module, ABC):
     def _read(self, ids: Tensor, over: Neighbourhood | Tensor | None, caches: Sequence[KeyValueCache] | None) -> Tensor:
         tokens, first = ids.shape[-1], 0 if caches is None else caches[0].length
         near = self._before(over, tokens, first + tokens)
-        x = self.embedded(ids, first)
+        x = self.embedded(ids, _places(over, first, tokens))
         with all_or_none(caches):
             for number, layer in enumerate(self.layers):
                 x = layer(x, over=near, cache=None if caches is None else caches[number])
@@ -96,6 +100,7 @@ class CausalModel(nn.Module, ABC):
         ids: Int[Tensor, "batch tokens"],
         max_new_tokens: int,
         *,
+        over: Padding | None = None,
         stop: int | Sequence[int] | None = None,
         temperature: float = 0.0,
         top_k: int | None = None,
@@ -105,9 +110,11 @@ class CausalModel(nn.Module, ABC):
         """Go on with each text, one token after the other: the prompts with what follows. Call it in evaluation mode.
 
         Args:
-            ids: the prompts, all of one length.
+            ids: the prompts; those of different lengths are padded at the left, with any id.
             max_new_tokens: how many tokens to write; fewer where every text has come to a stop.
-            stop: the token, or tokens, that end a text; what comes after it is filled with it.
+            over: `Padding(real)`, where prompts are padded: a bool tensor (batch, tokens), True for real tokens.
+            stop: the token, or tokens, that end a text; what comes after it is filled with it. By default those that the
+                configuration names; `()` for none.
             temperature: 0 takes the likeliest token each time (greedy); else tokens are drawn from softmax(logits / temperature).
             top_k: draw from so many likeliest tokens.
             top_p: draw from the likeliest tokens that together have this probability.
@@ -116,15 +123,20 @@ class CausalModel(nn.Module, ABC):
         Raises:
             ValueError: for a prompt that is empty, and where prompt and new tokens are more than the model's positions.
         """
-        choice = Choice(temperature, top_k, top_p, generator)
+        check_evaluation(self)
+        choice, stop = Choice(temperature, top_k, top_p, generator), self.config.stop if stop is None else stop
         stops = check_request(ids, max_new_tokens, stop, choice, vocab=self.config.vocab, room=self.config.positions)
         check_ids("ids", ids, self.config.vocab)
+        # the last token is written and never read
+        length = ids.shape[1] + max_new_tokens - 1
+        real = None if over is None else _at_the_left(over, ids, length)
         with torch.inference_mode():
-            # the last token is written and never read
-            caches = self.caches(len(ids), ids.shape[1] + max_new_tokens - 1)
+            caches = self.caches(len(ids), length)
 
             def step(new: Tensor) -> Tensor:
-                return self.logits(self._read(new, None, caches)[:, -1])
+                keys = caches[0].length + new.shape[1]
+                padding = None if real is None else Padding(real[:, :keys])
+                return self.logits(self._read(new, padding, caches)[:, -1])
 
             new = continued(step, ids, max_new_tokens, stops, choice)
         # outside: a tensor like any other, which training may use
@@ -139,3 +151,26 @@ class CausalModel(nn.Module, ABC):
             nn.init.normal_(module.weight, std=deep if name.endswith(("o_proj", "down")) else deviation)
             if isinstance(module, nn.Linear) and module.bias is not None:
                 nn.init.zeros_(module.bias)
+
+
+def _places(over: Neighbourhood | Tensor | None, first: int, tokens: int) -> slice | Int[Tensor, "... tokens"]:
+    """The positions of tokens, of which `first` came before: real ones count from 0 in each text, however it is padded."""
+    parts = over.parts if isinstance(over, Both) else (over,)
+    padding = next((part for part in parts if isinstance(part, Padding)), None)
+    # lengths are of texts that begin at 0
+    if padding is None or padding.keys is None:
+        return slice(first, first + tokens)
+    if padding.keep is not None:
+        return (padding.keep.cumsum(-1) - 1).clamp(min=0)[..., first : first + tokens]
+    return (torch.arange(first, first + tokens, device=padding.first.device) - padding.first[..., None]).clamp(min=0)
+
+
+def _at_the_left(over: Padding, ids: Tensor, length: int) -> Bool[Tensor, "batch length"]:
+    """Which of so many tokens of each text are real, where all that is padded comes first."""
+    if not isinstance(over, Padding) or over.keys != ids.shape[1] or over.stop.shape != ids.shape[:1]:
+        raise ValueError(
+            f"over: it is {over!r:.80}; it must be Padding(real), with a bool tensor of the shape of ids, {tuple(ids.shape)}"
+        )
+    if over.keep is not None or not bool((over.stop == over.keys).all()):
+        raise ValueError("over: prompts must be padded at the left, and nowhere else, so that new tokens follow them")
+    return torch.arange(length, device=ids.device) >= over.first[:, None].to(ids.device)

@@ -123,15 +123,19 @@ class Fields(NamedTuple):
         return bool(value)
 
     def ends(self, vocab: int) -> dict[str, Any]:
-        """The tokens that start and end a text, arguments of a configuration; `vocab` is how many tokens there are."""
+        """The tokens that start and end a text, arguments of a configuration.
+
+        Those that are none of the vocabulary's `vocab` tokens are left out: small models keep large ones' numbers.
+        """
         start, stop = (self.values.get(name) for name in ("bos_token_id", "eos_token_id"))
         stops = stop if isinstance(stop, list) else [] if stop is None else [stop]
         for name, ids in (("bos_token_id", [] if start is None else [start]), ("eos_token_id", stops)):
-            if not all(_is_whole(number, 0) and number < vocab for number in ids):
+            if not all(_is_whole(number, 0) for number in ids):
                 raise ValueError(
-                    f"{self.path}: {name} is {self.values[name]!r:.60}; it must be the number of a token, 0 to {vocab - 1}, or null"
+                    f"{self.path}: {name} is {self.values[name]!r:.60}; it must be the number of a token, or null"
                 )
-        return {"start": start, "stop": tuple(stops)}
+        known = start is not None and start < vocab
+        return {"start": start if known else None, "stop": tuple(number for number in stops if number < vocab)}
 
     def build(self, model: Callable[[Any], Model], config: Any, tensors: int) -> Model:
         """A model of a configuration that was read, on the meta device: nothing is drawn that the checkpoint would replace.

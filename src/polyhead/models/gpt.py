@@ -26,7 +26,7 @@ class Config(NamedTuple):
     """The numbers that make a GPT; those with defaults are GPT-2's.
 
     `d_feedforward` is four times `d_model` unless given. With `scale_by_layer` the scores of layer n are divided by n + 1.
-    `start` and `stop` are the tokens around a text, which `generate` asks for and does not assume.
+    `start` and `stop` are the tokens around a text; `generate` ends with one of `stop` unless told otherwise.
     """
 
     d_model: int
@@ -111,9 +111,11 @@ class Gpt(CausalModel):
         self.norm = nn.LayerNorm(config.d_model, config.eps)
         self._reset(0.02, deep=0.02 * (2 * config.layers) ** -0.5)
 
-    def embedded(self, ids: Int[Tensor, "... tokens"], first: int) -> Float[Tensor, "... tokens d_model"]:
+    def embedded(
+        self, ids: Int[Tensor, "... tokens"], where: slice | Int[Tensor, "... tokens"]
+    ) -> Float[Tensor, "... tokens d_model"]:
         """Word + position."""
-        embedded: Tensor = self.dropout(self.words(ids) + self.positions.weight[first : first + ids.shape[-1]])
+        embedded: Tensor = self.dropout(self.words(ids) + self.positions.weight[where])
         return embedded
 
     def logits(self, hidden: Float[Tensor, "... d_model"]) -> Float[Tensor, "... vocab"]:

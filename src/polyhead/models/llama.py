@@ -145,7 +145,9 @@ class Llama(CausalModel):
         self.head = nn.Linear(config.d_model, config.vocab, bias=False) if config.head == "own" else None
         self._reset(0.02, deep=0.02)
 
-    def embedded(self, ids: Int[Tensor, "... tokens"], first: int) -> Float[Tensor, "... tokens d_model"]:
+    def embedded(
+        self, ids: Int[Tensor, "... tokens"], where: slice | Int[Tensor, "... tokens"]
+    ) -> Float[Tensor, "... tokens d_model"]:
         """Words alone; attention knows their positions."""
         embedded: Tensor = self.words(ids)
         return embedded
