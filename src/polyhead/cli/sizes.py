@@ -24,7 +24,7 @@ _CACHE_BYTES = 2
 _COUNTED = (
     "Parameters are counted on the model, built without allocating it; tied weights once. BERT is counted with its pooler, "
     "without a head (Turc 2019, of tiny to medium, counts the one for masked words). “equal”: they are, rounded to the digits "
-    "that were published, what is published.",
+    "that were published (zeros at the end are none), what is published. Heads: of queries, and after a stroke of keys and values.",
     "FLOPs a token: 2 x the weights that it is multiplied with, in the layers and in the head of a model that writes; "
     "embeddings are looked up. Attention, for a token with so many keys: 2 x 2 x layers x heads x head_dim x keys.",
     "Cache a token: 2 x layers x kv_heads x head_dim x 2 bytes (float16 or bfloat16). BERT reads a text at once, and has none.",

@@ -166,7 +166,9 @@ def check_length(ids: Tensor, positions: int, first: int = 0) -> None:
 
 def _read(path: Path) -> Any:
     files.expect(
-        path, "transformers' AutoTokenizer.from_pretrained(folder).save_pretrained(folder) writes it from older files"
+        path,
+        "transformers' AutoTokenizer.from_pretrained(folder).save_pretrained(folder) writes it from older files; "
+        "from_pretrained of Bert, Gpt and Llama reads a model without it",
     )
     tokenizers = files.library("tokenizers")
     try:
