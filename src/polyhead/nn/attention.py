@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -17,6 +16,7 @@ from polyhead.kernels.rows import Live
 from polyhead.neighbourhood import Dense, Neighbourhood, neighbourhood
 from polyhead.nn import surgery
 from polyhead.nn.cache import KeyValueCache, Memory
+from polyhead.nn.checks import CALL_WORDS, CONSTRUCTOR_WORDS, check_shares, check_sizes, untranslated
 from polyhead.nn.inputs import dropped, live_rows, project, thinned
 from polyhead.position import Position
 from polyhead.score import GAT, Dot, GATv2, Score
@@ -82,7 +82,7 @@ class MultiHeadAttention(nn.Module):
     ) -> None:
         super().__init__()
         if torch_words:
-            raise _untranslated(torch_words, _CONSTRUCTOR_WORDS)
+            raise untranslated(torch_words, CONSTRUCTOR_WORDS)
         check_sizes(
             d_model=d_model, num_heads=num_heads, kv_heads=kv_heads, head_dim=head_dim, value_dim=value_dim, d_key=d_key,
             d_value=d_value, d_out=d_out,
@@ -172,7 +172,7 @@ class MultiHeadAttention(nn.Module):
             ValueError: where shapes do not fit, with the argument's name and the rule.
         """
         if torch_words:
-            raise _untranslated(torch_words, _CALL_WORDS)
+            raise untranslated(torch_words, CALL_WORDS)
         if cache is not None and not isinstance(cache, KeyValueCache):
             raise ValueError(f"cache: it is {type(cache).__name__}; it must be one made by mha.cache(batch, length)")
         if cache is not None and key is not None and key is not query:
@@ -407,13 +407,6 @@ class MultiHeadAttention(nn.Module):
         return f"{self.d_model}, num_heads={self.num_heads}{grouped}, head_dim={self.head_dim}, combine={self.combine!r}, dropout={self.dropout}"
 
 
-def check_sizes(**sizes: object) -> None:
-    """Raise where one is given and is not a whole number, 1 or more."""
-    for name, size in sizes.items():
-        if size is not None and (not hasattr(size, "__index__") or isinstance(size, bool) or operator.index(size) < 1):
-            raise ValueError(f"{name}: it is {size!r}; it must be a whole number, 1 or more")
-
-
 def _check_choices(score: object, position: object, sink: object, combine: object, d_out: int | None) -> None:
     if not isinstance(score, Score) and score not in _SCORES:
         raise ValueError(f"score: it is {score!r}; it must be 'dot', 'gat', 'gatv2' or a Score")
@@ -430,47 +423,8 @@ def _check_choices(score: object, position: object, sink: object, combine: objec
         )
 
 
-def check_shares(**shares: object) -> None:
-    """Raise where one is not a share that dropout may have."""
-    for name, share in shares.items():
-        if not isinstance(share, (int, float)) or not 0 <= share < 1:
-            raise ValueError(f"{name}: it is {share!r}; it must be at least 0 and less than 1")
-
-
 def _split(x: Float[Tensor, "... items heads_dim"], heads: int) -> Float[Tensor, "... heads items dim"]:
     return x.unflatten(-1, (heads, x.shape[-1] // heads)).transpose(-3, -2)
 
 
 _SCORES: dict[str, Callable[[int, int], Score]] = {"dot": lambda heads, dim: Dot(), "gat": GAT, "gatv2": GATv2}
-_CONSTRUCTOR_WORDS = {
-    "embed_dim": "d_model",
-    "batch_first": "nothing: tensors are (..., items, features), the batch first",
-    "kdim": "d_key",
-    "vdim": "d_value",
-    "add_zero_attn": "sink=0.0",
-    "add_bias_kv": "nothing here: only the drop-in appends a learned key and value",
-    "device": "with torch.device(device): around the constructor, or .to(device)",
-    "dtype": ".to(dtype)",
-}
-_CALL_WORDS = {
-    "key_padding_mask": "over=Padding(~key_padding_mask), True = a real key (padded queries get zero; queries=False lets them attend)",
-    "attn_mask": "over=~attn_mask for a bool mask (here True = may attend), bias=attn_mask for numbers to add",
-    "is_causal": "over=Causal()",
-    "need_weights": "nothing: heads is always handed back, and costs nothing until heads.weights is asked for",
-    "average_attn_weights": "heads.weights.mean(-3)",
-    "attention_mask": "over=Padding(attention_mask.bool()), for one of (batch, keys)",
-}
-
-
-def _untranslated(words: dict[str, Any], known: dict[str, str]) -> Exception:
-    unknown = [word for word in words if word not in known]
-    if unknown:
-        return TypeError(f"MultiHeadAttention takes no argument {unknown[0]!r}; see help(MultiHeadAttention)")
-    lines = [f"  {word}= becomes {known[word]}" for word in words]
-    if sum("over=" in known[word] for word in words) > 1:
-        lines.append("  several neighbourhoods are joined with &: over=Causal() & Padding(lengths)")
-    return ValueError(
-        "these are words of other layers:\n"
-        + "\n".join(lines)
-        + "\nFor a drop-in that takes torch's words, use polyhead.interop.torch.MultiheadAttention"
-    )

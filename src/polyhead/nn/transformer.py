@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from polyhead._torch import numbers_hidden
 from polyhead.kernels.thin import linear, mapped
 from polyhead.neighbourhood import Causal, Neighbourhood, Padding
-from polyhead.nn.attention import MultiHeadAttention, check_shares, check_sizes
+from polyhead.nn.attention import MultiHeadAttention
 from polyhead.nn.cache import KeyValueCache, Memory, all_or_none
+from polyhead.nn.checks import check_shares, check_sizes
 from polyhead.nn.generate import Choice, check_evaluation, check_request, continued, whole_id
 from polyhead.nn.inputs import live_rows, thinned
 
