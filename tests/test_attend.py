@@ -20,6 +20,7 @@ from polyhead import (
     attention_weights,
     explain,
 )
+from polyhead._torch import native
 
 KERNEL_NAMES = ["fused", "short", "tiled", "reference"]
 
@@ -161,6 +162,20 @@ LENGTHS = {
     "segments": lambda n: Segments(torch.arange(n) // 3),
     "causal-window": lambda n: Causal() & Window(2),
 }
+
+
+@pytest.mark.skipif(native is None, reason="there are no C++ kernels")
+def test_compiled_calls_take_the_fast_kernels():
+    operators = []
+
+    def backend(graph, inputs):
+        operators.extend(str(node.target) for node in graph.graph.nodes)
+        return graph.forward
+
+    q = torch.randn(2, 3, 11, 5)
+    compiled = torch.compile(lambda q: attend(q, q, q, over=Window(2)), backend=backend, fullgraph=True)
+    torch.testing.assert_close(compiled(q), attend(q, q, q, over=Window(2)))
+    assert any("polyhead.short" in name for name in operators), operators
 
 
 @pytest.mark.parametrize("over", LENGTHS)

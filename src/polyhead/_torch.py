@@ -25,7 +25,8 @@ native, missing = _load()
 
 def under_transform() -> bool:
     """Whether torch.func (vmap, grad, jvp, …) or forward-mode differentiation is active: fused operators have no rules for them."""
-    return torch._C._functorch.peek_interpreter_stack() is not None or torch.autograd.forward_ad._current_level >= 0
+    # torch.compile knows this depth, and takes the interpreter itself for one that is there
+    return torch._C._functorch.get_dynamic_layer_stack_depth() > 0 or torch.autograd.forward_ad._current_level >= 0
 
 
 def numbers_hidden() -> bool:

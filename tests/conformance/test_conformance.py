@@ -59,7 +59,10 @@ def expected_kernel(row: Row, built: Built) -> str:
     )
     biased = row.position in ("alibi", "relative") or row.option == "bias"
     padded = not 0.5 <= layout.value_dim / layout.dim <= 2
-    if unmasked and not biased and not padded and row.option not in ("sink", "dropout"):
+    pairs = torch.Size(layout.batch).numel() * layout.heads * layout.queries * layout.keys
+    narrow = max(layout.dim, layout.value_dim) <= 16 and layout.keys <= min(128, layout.queries)
+    sooner = narrow and pairs >= 2**18 and row.dtype == torch.float32 and native is not None
+    if unmasked and not biased and not padded and not sooner and row.option not in ("sink", "dropout"):
         return "fused"
     few = layout.keys * max(layout.dim, layout.value_dim) <= short.FEW
     return "short" if few and built.over.exact and not biased and native is not None else "tiled"

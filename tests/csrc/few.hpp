@@ -116,7 +116,7 @@ template <class T, class Generator>
 std::string test(const Kernels &kernels, Generator &generator) {
     for (int64_t queries : {1, 7, 8, 19})
         for (int64_t keys : {1, 16, 17, 35})
-            for (auto [dim, width] : {std::pair<int64_t, int64_t>{1, 3}, {16, 16}, {33, 20}})
+            for (auto [dim, width] : {std::pair<int64_t, int64_t>{1, 3}, {7, 9}, {16, 16}, {33, 20}})
                 for (double dropout : {0.0, 0.3}) {
                     const int64_t rows = keys % 2 ? 3 : 1;
                     Problem<T> p(3, 6, 2, queries, keys, dim, width, rows, dropout, generator);

@@ -63,6 +63,47 @@ def test_every_instruction_set_equals_the_reference(dtype, queries, keys, dim, w
         native.use(in_use)
 
 
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("width", [1, 3, 7, 8, 9, 15, 16, 17])
+@pytest.mark.parametrize("keys", [1, 5, 15, 16, 17, 31, 33])
+def test_heads_of_every_width(keys: int, width: int, dropout: float) -> None:
+    torch.manual_seed(keys * width)
+    in_use = native.instruction_set()
+    for dtype in (torch.float32, torch.float64):
+        # as many queries as fill no row of them, and values of another width than keys
+        q, k, v = tensors(2, 4, 2, 15, keys, width, max(1, 18 - width), dtype)
+        for over in (Dense(), Window(2) & Padding(torch.tensor([keys, keys // 2]), queries=False)):
+            options = {"over": over, "dropout": dropout, "seed": 3, "sink": 0.1}
+            wanted = attend(q, k, v, kernel="reference", **options)
+            towards = torch.randn_like(wanted)
+            gradients = torch.autograd.grad(wanted, (q, k, v), towards)
+            try:
+                for name in native.instruction_sets():
+                    native.use(name)
+                    out = attend(q, k, v, kernel="short", **options)
+                    found = (out, *torch.autograd.grad(out, (q, k, v), towards))
+                    for own, other in zip(found, (wanted, *gradients), strict=True):
+                        torch.testing.assert_close(
+                            own, other, atol=1e-5 if dtype == torch.float32 else 1e-12, rtol=1e-5
+                        )
+            finally:
+                native.use(in_use)
+
+
+def test_many_narrow_heads_come_here() -> None:
+    def chosen(batch: int, queries: int, keys: int, dim: int, **options: object) -> str:
+        q, k = torch.zeros(batch, 7, queries, dim), torch.zeros(batch, 7, keys, dim)
+        return explain(q, k, k, **options).kernel
+
+    assert chosen(256, 16, 16, 7) == chosen(256, 16, 16, 16, over=Causal()) == "short"
+    # wider, more keys than queries, or too few of them: torch's kernel is as quick, or its call is cheaper
+    assert chosen(256, 16, 16, 17) == chosen(512, 1, 128, 7) == chosen(2, 10, 10, 7) == "fused"
+    half = torch.zeros(256, 7, 16, 7, dtype=torch.bfloat16)
+    assert explain(half, half, half).kernel == "fused"
+    q = torch.zeros(256, 7, 16, 7)
+    assert explain(q, q, q).refused["fused"] == "many heads of 7 features and 16 keys are quicker in `short`"
+
+
 def test_threads_change_nothing() -> None:
     q, k, v = tensors(7, 4, 2, 33, 35, 32, 32, torch.float32)
     before, found = torch.get_num_threads(), []

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from polyhead._torch import under_transform
+from polyhead._torch import native, under_transform
 from polyhead.kernels.call import Call, Result, flat, to_heads
 from polyhead.neighbourhood import Causal, Dense
 from polyhead.score import Dot
@@ -18,6 +18,8 @@ flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 WIDTHS = 2
 # So many queries take longer than the choice between two ways to call the kernel.
 LONG = 128
+# Heads of so few features and keys are quicker in `short`, where so many pairs outweigh its dearer call.
+NARROW, FEW_KEYS, MANY = 16, 128, 1 << 18
 
 
 class Fused:
@@ -39,6 +41,8 @@ class Fused:
             return "a sink needs the log-sum-exp and its gradient"
         if not comparable(q.shape[-1], v.shape[-1]):
             return f"keys of {q.shape[-1]} and values of {v.shape[-1]} features are too different to pad"
+        if _narrow(call):
+            return f"many heads of {q.shape[-1]} features and {k.shape[-2]} keys are quicker in `short`"
         return refuses(call)
 
     def __call__(self, call: Call) -> Result:
@@ -71,6 +75,15 @@ def _wants_operator(call: Call) -> bool:
     if call.sink is not None or torch.is_autocast_enabled("cpu"):
         return True
     return call.q.shape[-2] >= LONG and not torch.compiler.is_compiling()
+
+
+def _narrow(call: Call) -> bool:
+    """Whether the C++ kernel for few keys computes this sooner."""
+    q, k, v = call.q, call.k, call.v
+    if native is None or not q.is_cpu or q.dtype != torch.float32:
+        return False
+    few = max(q.shape[-1], v.shape[-1]) <= NARROW and k.shape[-2] <= min(FEW_KEYS, q.shape[-2])
+    return few and q.shape[:-1].numel() * k.shape[-2] >= MANY
 
 
 def refuses(call: Call) -> str | None:
