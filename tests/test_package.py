@@ -17,10 +17,12 @@ ROOT = Path(__file__).parent.parent
 
 def test_public_names():
     assert sorted(polyhead.__all__) == [
-        "ALiBi", "Causal", "Dense", "Dot", "Explanation", "GAT", "GATv2", "Graph", "Heads", "KeyValueCache", "Mask", "MultiHeadAttention", "Neighbourhood",
-        "Padding", "Position", "RelativeBias", "Rotary", "Score", "Segments", "Stretch", "Window", "attend", "attention_weights", "capture", "explain", "report",
+        "ALiBi", "Causal", "Dense", "Dot", "Euclidean", "Explanation", "GAT", "GATv2", "Graph", "Heads", "KeyValueCache", "Manifold", "Mask", "MultiHeadAttention",
+        "Neighbourhood", "Padding", "Position", "RelativeBias", "Rotary", "Score", "Segments", "Stiefel", "Stretch", "Window", "attend", "attention_weights",
+        "capture", "explain", "optim", "report",
     ]  # fmt: skip
     assert all(hasattr(polyhead, name) for name in polyhead.__all__)
+    assert sorted(polyhead.optim.__all__) == ["Adam", "AdamW", "SGD", "check", "groups", "project"]
 
 
 def test_one_version():

@@ -1,8 +1,10 @@
 """One multi-head attention, whose heads you can see."""
 
+from polyhead import optim
 from polyhead.attend import Explanation, attend, attention_weights, explain
 from polyhead.heads import Heads
 from polyhead.inspection import capture, report
+from polyhead.manifold import Euclidean, Manifold, Stiefel
 from polyhead.neighbourhood import Causal, Dense, Graph, Mask, Neighbourhood, Padding, Segments, Window
 from polyhead.nn import KeyValueCache, MultiHeadAttention
 from polyhead.position import ALiBi, Position, RelativeBias, Rotary, Stretch
@@ -16,11 +18,13 @@ __all__ = [
     "Causal",
     "Dense",
     "Dot",
+    "Euclidean",
     "Explanation",
     "GATv2",
     "Graph",
     "Heads",
     "KeyValueCache",
+    "Manifold",
     "Mask",
     "MultiHeadAttention",
     "Neighbourhood",
@@ -30,11 +34,13 @@ __all__ = [
     "Rotary",
     "Score",
     "Segments",
+    "Stiefel",
     "Stretch",
     "Window",
     "attend",
     "attention_weights",
     "capture",
     "explain",
+    "optim",
     "report",
 ]

@@ -10,6 +10,7 @@
 #include "few.hpp"
 #include "naive.hpp"
 #include "observe.hpp"
+#include "orthonormal.hpp"
 #include "sort.hpp"
 
 using namespace polyhead;
@@ -240,6 +241,14 @@ void test_short() {
     }
 }
 
+void test_stiefel() {
+    for (const Kernels *kernels : instruction_sets()) {
+        std::string wrong = orthonormal::test<float>(*kernels, generator);
+        if (wrong.empty()) wrong = orthonormal::test<double>(*kernels, generator);
+        if (!wrong.empty()) fail(std::string(kernels->name) + ", orthonormal columns: " + wrong);
+    }
+}
+
 std::vector<Options> options() {
     std::vector<Options> all(6);
     all[1].batch = 2, all[1].dropout = 0.3, all[1].factor = 1.7, all[1].threads = 1;
@@ -266,6 +275,7 @@ int main() {
     test_sort_refuses();
     test_observe();
     test_short();
+    test_stiefel();
     for (const Graph &graph : graphs) {
         test_sort(graph);
         test_gather_sum<float>(graph, 72);

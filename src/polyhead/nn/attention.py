@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -13,8 +13,9 @@ from polyhead.attend import Explanation, assemble, explained, run
 from polyhead.heads import Heads, Origin
 from polyhead.kernels.call import Call
 from polyhead.kernels.rows import Live
+from polyhead.manifold import Manifold
 from polyhead.neighbourhood import Dense, Neighbourhood, neighbourhood
-from polyhead.nn import surgery
+from polyhead.nn import placing, surgery
 from polyhead.nn.cache import KeyValueCache, Memory
 from polyhead.nn.checks import CALL_WORDS, CONSTRUCTOR_WORDS, check_shares, check_sizes, untranslated
 from polyhead.nn.inputs import dropped, live_rows, project, thinned
@@ -42,6 +43,8 @@ class MultiHeadAttention(nn.Module):
         position: where keys stand: `Rotary()`, `ALiBi(num_heads)`, `RelativeBias(num_heads)`.
         sink: the logit of one more key of value zero: a number, or `"learned"` for one learned number a head.
         combine: `"project"` joins the heads and maps them with W_O; `"concat"` joins them; `"mean"` averages them.
+        manifold: where the projections lie. `"stiefel"`: each head's rows of W_Q, W_K and W_V are orthonormal, a basis of the
+            subspace that it sees; `{"v": "stiefel"}` chooses among q, k and v. `polyhead.optim` keeps them there.
         qk_norm: RMS-normalise each head's queries and keys, with learned gains.
         residual: whether the query is added to the output, through a linear map `r_proj` where their widths differ.
         bias: whether the projections and the output have biases.
@@ -72,6 +75,7 @@ class MultiHeadAttention(nn.Module):
         position: Position | None = None,
         sink: float | Literal["learned"] | None = None,
         combine: Combine = "project",
+        manifold: placing.Choice | Mapping[str, placing.Choice] = "euclidean",
         qk_norm: bool = False,
         residual: bool = False,
         bias: bool = True,
@@ -124,6 +128,7 @@ class MultiHeadAttention(nn.Module):
         self.r_proj = nn.Linear(d_model, width, bias=False) if residual and width != d_model else None
         self.q_norm = nn.RMSNorm(self.head_dim) if qk_norm else None
         self.k_norm = nn.RMSNorm(self.head_dim) if qk_norm else None
+        self.manifold = placing.placed(manifold, self)
         self._sink_start = 0.0 if sink is None or sink == "learned" else float(sink)
         if sink == "learned":
             self.sink = nn.Parameter(torch.empty(num_heads))
@@ -146,6 +151,7 @@ class MultiHeadAttention(nn.Module):
                 nn.init.xavier_uniform_(linear.weight)
                 if linear.bias is not None:
                     nn.init.zeros_(linear.bias)
+        placing.draw(self)
 
     def forward(
         self,
@@ -384,6 +390,11 @@ class MultiHeadAttention(nn.Module):
         if value.shape[-2] != key.shape[-2]:
             raise ValueError(f"value: it has {value.shape[-2]} items, but key has {key.shape[-2]}")
 
+    @property
+    def manifolds(self) -> dict[str, Manifold]:
+        """The manifolds of the parameters that have one, by their names: what `polyhead.optim.groups` reads."""
+        return placing.manifolds(self)
+
     def prune(self, heads: Sequence[int]) -> None:
         """Remove heads for good. `state_dict` remembers, and loads into a layer that was never pruned.
 
@@ -404,7 +415,7 @@ class MultiHeadAttention(nn.Module):
 
     def extra_repr(self) -> str:
         grouped = "" if self.kv_heads == self.num_heads else f", kv_heads={self.kv_heads}"
-        return f"{self.d_model}, num_heads={self.num_heads}{grouped}, head_dim={self.head_dim}, combine={self.combine!r}, dropout={self.dropout}"
+        return f"{self.d_model}, num_heads={self.num_heads}{grouped}, head_dim={self.head_dim}, combine={self.combine!r}, dropout={self.dropout}{placing.words(self)}"
 
 
 def _check_choices(score: object, position: object, sink: object, combine: object, d_out: int | None) -> None:

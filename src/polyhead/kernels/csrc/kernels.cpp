@@ -1,9 +1,11 @@
 // Compiled once for each instruction set, which POLYHEAD_SET names.
+#include "finite.hpp"
 #include "forward.hpp"
 #include "gather.hpp"
 #include "gradients.hpp"
 #include "observe.hpp"
 #include "short.hpp"
+#include "stiefel.hpp"
 #include "thin.hpp"
 
 #define POLYHEAD_TEXT(x) #x
@@ -24,6 +26,8 @@ const Kernels kernels = {
         return s.wide ? short_backward<double>(s, g) : short_backward<float>(s, g);
     },
     [](const Thin &t) { thin(t); },
+    [](const StiefelStep &s) { return s.wide ? stiefel_step<double>(s) : stiefel_step<float>(s); },
+    [](const Pieces &x) { return x.wide ? finite_numbers<double>(x) : finite_numbers<float>(x); },
 };
 
 }  // namespace POLYHEAD_SET

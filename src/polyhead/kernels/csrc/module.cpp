@@ -121,6 +121,42 @@ void thin(int64_t vectors, int64_t rows, int64_t columns, Pointer x, Pointer mat
     kernels_in_use().thin({vectors, rows, columns, in<float>(x), in<float>(matrix), in<float>(bias), out_float(out_), threads});
 }
 
+using Pointers = std::vector<int64_t>;
+// strides of matrices, rows and columns
+Matrices matrices(const Pointers &data, const Sizes &strides) {
+    return {data.empty() ? nullptr : data.data(), strides.at(0), strides.at(1), strides.at(2)};
+}
+
+// The numbers of those that were left.
+std::vector<int64_t> stiefel_step(bool wide, int64_t count, int64_t n, int64_t k, const Pointers &x, const Sizes &x_strides,
+                                  const Pointers &g, const Sizes &g_strides, const Pointers &first, const Sizes &first_strides,
+                                  const Pointers &second, const Sizes &second_strides, bool canonical, int64_t copies,
+                                  bool tangent, bool transport, double sign, double keep, double add, double now,
+                                  double ahead, double keep_second, double root, double eps, double scale, int threads) {
+    std::vector<uint8_t> left(x.size() * size_t(count));
+    const StiefelStep step{wide, int64_t(x.size()), count, n, k, matrices(x, x_strides), matrices(g, g_strides),
+                           matrices(first, first_strides), matrices(second, second_strides), canonical, copies, tangent,
+                           transport, sign, keep, add, now, ahead, keep_second, root, eps, scale, left.data(), threads};
+    {
+        nb::gil_scoped_release free;
+        check(kernels_in_use().stiefel_step(step));
+    }
+    std::vector<int64_t> numbers;
+    for (size_t i = 0; i < left.size(); ++i)
+        if (left[i]) numbers.push_back(int64_t(i));
+    return numbers;
+}
+
+bool all_finite(bool wide, const Pointers &data, const Sizes &counts, int threads) {
+    nb::gil_scoped_release free;
+    return kernels_in_use().finite({wide, int64_t(data.size()), data.data(), counts.data(), threads});
+}
+
+// Adds 1 to each number.
+void count(const Pointers &data) {
+    for (const int64_t at : data) *reinterpret_cast<float *>(at) += 1;
+}
+
 std::vector<std::string> set_names() {
     std::vector<std::string> names;
     for (const Kernels *kernels : instruction_sets()) names.emplace_back(kernels->name);
@@ -167,6 +203,11 @@ NB_MODULE(_native, m) {
     m.def("short_backward", &short_backward, "double"_a, "sizes"_a, "q"_a, "k"_a, "v"_a, "d_out"_a, "lse"_a, "first"_a,
           "stop"_a, "rows"_a, "scale"_a, "dropout"_a, "threshold"_a, "seed"_a, "threads"_a, "d_lse"_a, "dq"_a, "dk"_a, "dv"_a);
     m.def("thin", &thin, "vectors"_a, "rows"_a, "columns"_a, "x"_a, "matrix"_a, "bias"_a, "out"_a, "threads"_a);
+    m.def("stiefel_step", &stiefel_step, "double"_a, "count"_a, "n"_a, "k"_a, "x"_a, "x_strides"_a, "g"_a, "g_strides"_a,
+          "first"_a, "first_strides"_a, "second"_a, "second_strides"_a, "canonical"_a, "copies"_a, "tangent"_a, "transport"_a,
+          "sign"_a, "keep"_a, "add"_a, "now"_a, "ahead"_a, "keep_second"_a, "root"_a, "eps"_a, "scale"_a, "threads"_a);
+    m.def("all_finite", &all_finite, "double"_a, "data"_a, "counts"_a, "threads"_a);
+    m.def("count", &count, "data"_a);
     m.def("instruction_sets", &set_names);
     m.def("instruction_set", [] { return std::string(kernels_in_use().name); });
     m.def("use", &use_set, "name"_a);

@@ -98,6 +98,37 @@ struct Thin {
     int threads;
 };
 
+// Some tensors of alike matrices; strides are in numbers.
+struct Matrices {
+    const int64_t *data;  // where each tensor is
+    int64_t matrix, row, column;
+};
+
+// A step of gradient descent on the Stiefel manifold: matrices x (n, k) with orthonormal columns move along a direction
+//     r = gradient of the manifold's metric from `sign` · g,   first = keep · first + add · r,
+//     d = now · r + ahead · first,   where there is a second moment d / (√second · root + eps),
+// by scale · d, to the nearest matrix with orthonormal columns.
+struct StiefelStep {
+    bool wide;
+    int64_t tensors, matrices, n, k;  // matrices: of each tensor
+    Matrices x, g, first, second;     // without data: there is none
+    bool canonical;                   // the metric: else Euclidean
+    int64_t copies;                   // 0: each number has a second moment; else each matrix, written so often along its rows
+    bool tangent;                     // what is normal to the manifold is taken out of d
+    bool transport;                   // and out of `first`, where the matrix has arrived
+    double sign, keep, add, now, ahead, keep_second, root, eps, scale;
+    uint8_t *left;                    // (tensors, matrices): those that are too far for this kernel, and were not touched
+    int threads;
+};
+
+// Numbers that lie one after the other, in several pieces.
+struct Pieces {
+    bool wide;
+    int64_t pieces;
+    const int64_t *data, *counts;
+    int threads;
+};
+
 // Every entry that can fail returns false when there is no memory for its scratch.
 struct Kernels {
     const char *name;
@@ -108,6 +139,8 @@ struct Kernels {
     bool (*short_forward)(const Short &);
     bool (*short_backward)(const Short &, const ShortGradients &);
     void (*thin)(const Thin &);
+    bool (*stiefel_step)(const StiefelStep &);
+    bool (*finite)(const Pieces &);
 };
 
 }  // namespace polyhead

@@ -1,0 +1,46 @@
+"""What is asked of many tensors at once, or done to them: a torch call for each would take longer than the work itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from polyhead._torch import native, numbers_hidden, watched
+
+# Fewer numbers are not worth a second thread.
+_PARALLEL = 1 << 16
+
+
+def finite(tensors: Sequence[Tensor]) -> bool:
+    """Whether all numbers are; where torch has to say so, very large ones may count as infinite."""
+    if not tensors:
+        return True
+    dtypes = {x.dtype for x in tensors}
+    if len(dtypes) == 1 and dtypes <= {torch.float32, torch.float64} and _plain(tensors):
+        counts = [x.numel() for x in tensors]
+        threads = torch.get_num_threads() if sum(counts) > _PARALLEL else 1
+        return native.all_finite(torch.float64 in dtypes, [x.data_ptr() for x in tensors], counts, threads)
+    # what is not finite makes the norm so
+    return bool(torch.stack(torch._foreach_norm(list(tensors))).isfinite().all())
+
+
+def count(tensors: Sequence[Tensor]) -> None:
+    """Add 1 to each of some numbers."""
+    if {x.dtype for x in tensors} == {torch.float32} and {x.dim() for x in tensors} == {0} and _plain(tensors):
+        native.count([x.data_ptr() for x in tensors])
+        torch.autograd.graph.increment_version(tensors)
+    else:
+        torch._foreach_add_(list(tensors), 1)
+
+
+def _plain(tensors: Sequence[Tensor]) -> bool:
+    """Whether C++ may read them: in one piece on the CPU, and nobody that watches."""
+    return (
+        native is not None
+        and {type(x) for x in tensors} == {Tensor}
+        and {x.is_cpu and x.is_contiguous() for x in tensors} == {True}
+        and not numbers_hidden()
+        and not watched()
+    )
