@@ -97,6 +97,32 @@ def multi_head(
     return joined @ W_O
 
 
+def column_attention(
+    X: Float[Array, "n items"],
+    P_Q: Sequence[Float[Array, "n d"]],
+    P_K: Sequence[Float[Array, "n d"]],
+    P_V: Sequence[Float[Array, "n d"]],
+    *,
+    scale: float | None = None,
+    order: str = "KQ",
+    residual: bool = False,
+) -> Float[Array, "heads_d items"]:
+    """All heads with items in columns: V softmax(scale · KᵀQ), Q = P_Qᵀ X, K = P_Kᵀ X, V = P_Vᵀ X, one above the other.
+
+    The softmax runs down each column. `order="QK"` takes QᵀK in place of KᵀQ, as GeometricMachineLearning.jl does: the keys
+    ask then. The scale is 1/√d unless given; `residual` adds X.
+    """
+    if order not in ("KQ", "QK"):
+        raise ValueError(f"order: it is {order!r}; it must be 'KQ' or 'QK'")
+    outputs = []
+    for p_q, p_k, p_v in zip(P_Q, P_K, P_V, strict=True):
+        Q, K, V = p_q.T @ X, p_k.T @ X, p_v.T @ X
+        C = K.T @ Q if order == "KQ" else Q.T @ K
+        outputs.append(V @ softmax(C.T * (len(Q) ** -0.5 if scale is None else scale)).T)
+    joined = np.concatenate(outputs, axis=0)
+    return joined + X if residual else joined
+
+
 def leaky_relu(x: Float[Array, "*any"], slope: float = 0.2) -> Float[Array, "*any"]:
     """x where it is positive, slope · x elsewhere."""
     return np.where(x > 0, x, slope * x)

@@ -4,6 +4,21 @@ from polyhead.inspection.capture import Captured, Seen, capture
 from polyhead.inspection.kept import METRICS, Kept
 from polyhead.inspection.report import Page, report
 from polyhead.inspection.rollout import rollout
+from polyhead.inspection.subspaces import Variance, captured_variance, principal_angles, subspaces
 from polyhead.inspection.words import Text
 
-__all__ = ["METRICS", "Captured", "Kept", "Page", "Seen", "Text", "capture", "report", "rollout"]
+__all__ = [
+    "METRICS",
+    "Captured",
+    "Kept",
+    "Page",
+    "Seen",
+    "Text",
+    "Variance",
+    "capture",
+    "captured_variance",
+    "principal_angles",
+    "report",
+    "rollout",
+    "subspaces",
+]
