@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks import dense, graph, graph_parts, inspection, models
+from benchmarks import dense, graph, graph_parts, inspection, models, stiefel
 from benchmarks.case import Case
 
 TABLES: dict[str, tuple[Case, ...]] = {
@@ -12,6 +12,7 @@ TABLES: dict[str, tuple[Case, ...]] = {
     "graph-parts": graph_parts.CASES,
     "inspection": inspection.CASES,
     "models": models.CASES,
+    "stiefel": stiefel.CASES,
 }
 
 

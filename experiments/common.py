@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import io
 import json
 import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -119,6 +121,22 @@ def write_json(file: Path | None, results: Any) -> None:
         write_whole(file, (json.dumps(results, indent=1) + "\n").encode())
 
 
+@contextlib.contextmanager
+def claimed(file: Path) -> Iterator[bool]:
+    """Whether this command has the file to itself, until the context ends or the command dies."""
+    # of Unix alone
+    import fcntl
+
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("w") as stream:
+        try:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+        else:
+            yield True
+
+
 def append_line(file: Path, result: dict[str, Any]) -> None:
     """Add one line of JSON in a single write, so that runs side by side do not mix theirs."""
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -182,3 +200,12 @@ def progress() -> Progress:
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
         console=Console(stderr=True), transient=True,
     )  # fmt: skip
+
+
+def keep_memory() -> None:
+    """Let glibc keep what is freed: tensors of megabytes come and go in every step, and fresh pages cost a fifth of its time."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    if mallopt is not None:
+        trim_threshold, top_pad, mmap_threshold = -1, -2, -3
+        for option, size in ((trim_threshold, 2**31 - 1), (top_pad, 2**26), (mmap_threshold, 2**25)):
+            mallopt(option, size)

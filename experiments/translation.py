@@ -18,7 +18,6 @@ for bit, as one that was not. Runs that have ended are lines of results.jsonl; t
 from __future__ import annotations
 
 import argparse
-import ctypes
 import dataclasses
 import hashlib
 import json
@@ -323,15 +322,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     return common.run(work)
 
 
-def keep_memory() -> None:
-    """Let glibc keep what is freed: tensors of megabytes come and go in every step, and fresh pages cost a fifth of its time."""
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
-    if mallopt is not None:
-        trim_threshold, top_pad, mmap_threshold = -1, -2, -3
-        for option, size in ((trim_threshold, 2**31 - 1), (top_pad, 2**26), (mmap_threshold, 2**25)):
-            mallopt(option, size)
-
-
 if __name__ == "__main__":
-    keep_memory()
+    common.keep_memory()
     sys.exit(main())

@@ -38,7 +38,7 @@ from matplotlib.figure import Figure
 from multi30k import START, STOP, Corpus
 from rich.progress import Progress
 from torch import Tensor
-from translation import TEST, Run, add_settings, chosen_settings, keep_memory, translated
+from translation import TEST, Run, add_settings, chosen_settings, translated
 
 from polyhead import MultiHeadAttention, capture, report
 from polyhead.inspection.words import Text, by_word
@@ -391,5 +391,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    keep_memory()
+    common.keep_memory()
     sys.exit(main())
