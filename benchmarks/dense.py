@@ -155,19 +155,30 @@ def _operands(tokens: int, train: bool) -> list[Tensor]:
     return [x.clone(memory_format=torch.contiguous_format).requires_grad_(train) for x in drawn]
 
 
+def _of_operands(operands: tuple[Tensor, Tensor, Tensor], train: bool, forward: Callable[[], Tensor]) -> Side:
+    if not train:
+        return inference(forward)
+    return training(forward, operands, lambda: dict(zip("qkv", map(grad, operands), strict=True)))
+
+
 def _band(tokens: int, causal: bool, train: bool) -> Sides:
     q, k, v = _operands(tokens, train)
     over = Causal() & Window(REACH) if causal else Window(REACH)
     mask = torch.ones(tokens, tokens, dtype=torch.bool).triu_(-REACH).tril_(0 if causal else REACH)
 
-    def side(forward: Callable[[], Tensor]) -> Side:
-        if not train:
-            return inference(forward)
-        return training(forward, (q, k, v), lambda: {"q": grad(q), "k": grad(k), "v": grad(v)})
-
+    side = partial(_of_operands, (q, k, v), train)
     return Sides(
         side(lambda: attend(q, k, v, over=over)), side(lambda: F.scaled_dot_product_attention(q, k, v, attn_mask=mask))
     )
+
+
+def _narrow(train: bool) -> Sides:
+    """Many narrow heads: 2,048 sequences of 16 items, 7 heads x 7."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2048, 16, 7, 7).transpose(1, 2).requires_grad_(train) for _ in range(3))
+
+    side = partial(_of_operands, (q, k, v), train)
+    return Sides(side(lambda: attend(q, k, v)), side(lambda: F.scaled_dot_product_attention(q, k, v)))
 
 
 def _band_and_its_half(tokens: int, train: bool) -> Sides:
@@ -260,6 +271,7 @@ def _cases() -> list[Case]:
         cases.append(Case(name, "F.linear + SDPA(mask)", partial(_padded, train)))
         for band, causal in (("window", False), ("causal-window", True)):
             cases.append(Case(f"{band}-{REACH}-{kind}-8192", "SDPA(mask)", partial(_band, 8192, causal, train)))
+        cases.append(Case(f"narrow-{kind}-2048x16x7x7", "SDPA", partial(_narrow, train)))
         for tokens in (LONGEST // 2, LONGEST):
             name = f"window-{REACH}-memory-{kind}-{tokens}"
             cases.append(Case(name, f"ours at {tokens // 2} tokens", partial(_band_and_its_half, tokens, train)))

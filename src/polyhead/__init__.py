@@ -10,7 +10,7 @@ from polyhead.nn import KeyValueCache, MultiHeadAttention
 from polyhead.position import ALiBi, Position, RelativeBias, Rotary, Stretch
 from polyhead.score import GAT, Dot, GATv2, Score
 
-__version__ = "0.4.0"
+__version__ = "0.5.0"
 
 __all__ = [
     "GAT",

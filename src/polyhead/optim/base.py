@@ -135,12 +135,13 @@ class Optimizer(torch.optim.Optimizer, abc.ABC):
     def _alike(self, group: Group, params: Sequence[Tensor]) -> Iterable[tuple[list[Tensor], list[dict[str, Tensor]]]]:
         """Parameters that move together, with their states: of one shape and layout, and equally many steps behind them."""
         kinds: dict[Any, tuple[list[Tensor], list[dict[str, Tensor]]]] = {}
+        kept = set(self.kept(group))
         for p in params:
             state = self.state[p]
             if "step" not in state:
                 # torch's SGD counts no steps, and has a momentum after the first
                 state["step"] = torch.full((), float(bool(state)))
-            if any(name not in state for name in self.kept(group)):
+            if not kept <= state.keys():
                 state.update({**self.begin(group, p), **state})
             kind = kinds.setdefault((p.shape, p.stride(), p.dtype, p.device, state["step"].item()), ([], []))
             kind[0].append(p)
