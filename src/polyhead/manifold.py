@@ -102,7 +102,7 @@ class Euclidean(Manifold):
         return torch.randn(shape, generator=generator, dtype=dtype, device=device)
 
     def check(self, x: Points) -> tuple[bool, str | None]:
-        return (True, None) if x.isfinite().all() else (False, "it has numbers that are not finite")
+        return (True, None) if x.is_meta or x.isfinite().all() else (False, "it has numbers that are not finite")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -192,6 +192,9 @@ class Stiefel(Manifold):
             matrices = self.matrices(x)
         except ValueError as problem:
             return False, str(problem)
+        if x.is_meta:
+            # no numbers, nothing wrong with them
+            return True, None
         if not x.isfinite().all():
             return False, "it has numbers that are not finite"
         matrices = matrices.detach()

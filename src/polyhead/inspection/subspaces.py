@@ -87,6 +87,8 @@ def captured_variance(layer: MultiHeadAttention, x: Float[Tensor, "... items fea
     if not x.isfinite().all():
         raise ValueError("x: it has numbers that are not finite")
     rows = x.reshape(-1, features).to(bases.device, bases.dtype)
+    # shares do not depend on the size of the numbers, and their squares must be in range
+    rows = rows / rows.abs().amax().clamp_min(torch.finfo(rows.dtype).tiny)
     rows = rows - rows.mean(0)
     covariance = rows.mT @ rows
     total = covariance.trace()

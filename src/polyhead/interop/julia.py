@@ -91,6 +91,8 @@ def layer_to_julia(
     found: dict[str, dict[str, np.ndarray[Any, Any]]] = {}
     for name, letter in _LETTERS[order].items():
         weight = layer.get_parameter(f"{letter}_proj.weight").detach().cpu()
+        # NumPy has no bf16
+        weight = weight.float() if weight.dtype == torch.bfloat16 else weight
         matrices = weight.unflatten(0, (layer.num_heads, -1)).mT
         found[name] = {f"head_{head}": matrix.numpy().copy() for head, matrix in enumerate(matrices, start=1)}
     return found

@@ -23,7 +23,10 @@ def finite(tensors: Sequence[Tensor]) -> bool:
         threads = torch.get_num_threads() if sum(counts) > _PARALLEL else 1
         return native.all_finite(torch.float64 in dtypes, [x.data_ptr() for x in tensors], counts, threads)
     # what is not finite makes the norm so
-    return bool(torch.stack(torch._foreach_norm(list(tensors))).isfinite().all())
+    norms: dict[torch.device, list[Tensor]] = {}
+    for norm in torch._foreach_norm(list(tensors)):
+        norms.setdefault(norm.device, []).append(norm)
+    return all(torch.stack(alike).isfinite().all() for alike in norms.values())
 
 
 def count(tensors: Sequence[Tensor]) -> None:

@@ -63,9 +63,10 @@ def draw(layer: MultiHeadAttention) -> None:
 
 def words(layer: MultiHeadAttention) -> str:
     """What a layer says of its manifolds when it is printed."""
-    own = sum(getattr(layer, f"{letter}_proj") is not None for letter in "qkv")
-    alike = set(layer.manifold.values()) if len(layer.manifold) == own else set()
-    return f", manifold={alike.pop() if len(alike) == 1 else layer.manifold}" if layer.manifold else ""
+    letters = [letter for letter in "qkv" if isinstance(getattr(layer, f"{letter}_proj"), nn.Linear)]
+    on = {letter: layer.manifold[letter] for letter in letters if letter in layer.manifold}
+    alike = set(on.values())
+    return f", manifold={alike.pop() if len(alike) == 1 and len(on) == len(letters) else on}" if on else ""
 
 
 def _named(choice: object) -> Manifold:
