@@ -85,6 +85,7 @@ ARMS = (
     Arm("orthogonal-penalty", "free, 0.01 Σ‖WWᵀ−I‖² in the loss", penalty=1e-2),
     Arm("slower", "free, a tenth of the rate", rate=1e-4),
     Arm("residual-smaller", "attention + x, smaller start", start="layer", residual=True),
+    Arm("stiefel-values", "W_V on it, others start there", stiefel="v", start="orthogonal"),
     Arm("free-gradient", "gradient descent, smaller start", None, "sgd", 1e-2, start="layer"),
 )
 NAMES = tuple(arm.name for arm in ARMS)
@@ -108,8 +109,9 @@ class Block(nn.Module):
             FEATURES, HEADS, combine="concat", bias=False, residual=arm.residual,
             manifold=dict.fromkeys("qkv" if arm.start == "orthogonal" else arm.stiefel, "stiefel"),
         )  # fmt: skip
-        if arm.start == "heads":
-            for letter in (letter for letter in "qkv" if letter not in arm.stiefel):
+        for letter in (letter for letter in "qkv" if letter not in arm.stiefel):
+            self.attention.manifold.pop(letter, None)
+            if arm.start == "heads":
                 # as for a matrix of one head alone: 1.32 times as large as for all of them
                 bound = (6 / (FEATURES + FEATURES // HEADS)) ** 0.5
                 nn.init.uniform_(self.attention.get_parameter(f"{letter}_proj.weight"), -bound, bound)
@@ -138,7 +140,7 @@ class Network(nn.Module):
 
 def optimizer_of(arm: Arm, network: Network) -> torch.optim.Optimizer:
     """The arm's rule, on the manifolds that the layers name."""
-    groups: Any = optim.groups(network) if arm.stiefel else network.parameters()
+    groups = optim.groups(network)
     if arm.optimizer == "adam":
         return optim.Adam(groups, lr=arm.rate, betas=(0.9, 0.99), eps=1e-8)
     return optim.SGD(groups, lr=arm.rate, momentum=arm.momentum)

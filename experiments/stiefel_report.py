@@ -12,10 +12,10 @@ import common
 from matplotlib.figure import Figure
 from safetensors import safe_open
 
-# one an arm: Okabe and Ito's, and five more
+# one an arm: Okabe and Ito's, and six more
 COLOURS = (
     "#000000", common.BLUE, "#56B4E9", common.GREEN, common.ORANGE, "#CC79A7", "#E69F00", common.GREY, "#6A3D9A", "#8C510A",
-    "#B2DF8A", "#A50026",
+    "#B2DF8A", "#A50026", "#01665E",
 )  # fmt: skip
 
 
