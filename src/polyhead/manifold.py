@@ -110,8 +110,8 @@ class Stiefel(Manifold):
     """Matrices X (n × k) with orthonormal columns, XᵀX = I: bases of k-dimensional subspaces. Any axes before are a batch.
 
     Args:
-        metric: how long a tangent vector Δ is. `"euclidean"`: tr ΔᵀΔ. `"canonical"`: tr Δᵀ(I − ½XXᵀ)Δ, which counts turns
-            inside of the subspace and turns of the subspace alike.
+        metric: how long a tangent vector Δ is. `"euclidean"`: tr ΔᵀΔ. `"canonical"`: tr Δᵀ(I − ½XXᵀ)Δ, where turns of the
+            basis inside of its subspace count half.
         retraction: how a step along Δ ends on the manifold. `"polar"`: at the nearest point to X + Δ, by products of matrices
             alone. `"cayley"`: along a curve of rotations, by solving 2k × 2k equations.
         heads: for the weight of an `nn.Linear` into so many heads, (heads · k, n): the k rows of each head are the columns of
@@ -205,9 +205,10 @@ class Stiefel(Manifold):
         error, allowed = float(errors[worst]), _tolerance(x.dtype)
         if error <= allowed:
             return True, None
-        which = "" if len(errors) == 1 else f" of matrix {worst} of {len(errors)}"
+        lines, gram, matrix = ("columns", "XᵀX", "matrix") if self.heads is None else ("rows", "WWᵀ", "head")
+        which = "" if len(errors) == 1 else f" of {matrix} {worst} of {len(errors)}"
         return False, (
-            f"the columns{which} are not orthonormal: XᵀX is off the identity by {error:.2g}, of which {allowed:.1g} would be "
+            f"the {lines}{which} are not orthonormal: {gram} is off the identity by {error:.2g}, of which {allowed:.1g} would be "
             f"rounding; {self!r}.project(x) is the nearest point"
         )
 

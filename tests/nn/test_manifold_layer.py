@@ -226,3 +226,14 @@ def test_what_does_not_fit_is_refused(options, words):
 def test_only_what_lies_on_the_manifold_must_fit():
     mha = layer(manifold={"q": "stiefel", "k": "stiefel"}, value_dim=31)
     assert list(mha.manifolds) == ["q_proj.weight", "k_proj.weight"]
+
+
+def test_an_existing_layer_is_put_on_a_manifold():
+    mha = MultiHeadAttention(12, 3)
+    mha.manifold = {"v": "stiefel"}
+    assert mha.manifolds == {"v_proj.weight": Stiefel(heads=3)}
+    assert not optim.check(mha)[0]
+    optim.project(mha)
+    assert optim.check(mha) == (True, None)
+    with pytest.raises(ValueError, match=r"^manifold: it is 'Stiefel'"):
+        mha.manifold = "Stiefel"

@@ -2,6 +2,7 @@
 
 import copy
 
+import geoopt
 import pytest
 import torch
 from torch import nn
@@ -241,7 +242,7 @@ def test_check_says_which_parameters_a_plain_optimizer_let_drift():
     (line,) = reason.splitlines()
     weight = net[0].q_proj.weight.detach().unflatten(0, (6, 5))
     drift = (weight @ weight.mT - torch.eye(5)).abs().max()
-    assert line.startswith("0.q_proj.weight: the columns of matrix ")
+    assert line.startswith("0.q_proj.weight: the rows of head ")
     assert f"off the identity by {drift:.2g}" in line
     with torch.no_grad():
         net[2].bias[0] = torch.nan
@@ -395,3 +396,24 @@ def test_options_that_would_not_be_honoured(words, message):
         optim.Adam([{"params": [p], **words}])
     # words of the caller's own may stand
     optim.Adam([{"params": [p], "name": "decoder", "amsgrad": False, "max_momentum": 0.9}])
+
+
+def test_manifolds_of_other_libraries_are_not_lost_silently():
+    theirs = geoopt.ManifoldParameter(Stiefel().random(5, 2), manifold=geoopt.EuclideanStiefel())
+    with pytest.raises(ValueError, match=r"it is a ManifoldParameter on Stiefel\(euclidean\).*its group must say it"):
+        optim.Adam([theirs])
+    optim.Adam([{"params": [theirs], "manifold": Stiefel()}])
+
+
+@pytest.mark.parametrize("said", [Stiefel(), [Stiefel()], {"weight": "stiefel"}, {"weight": Stiefel}])
+def test_modules_that_say_it_wrongly(said):
+    module = nn.Linear(3, 3)
+    module.manifolds = said
+    with pytest.raises(ValueError, match=r"^0: its manifolds are .*; they must be a dict from names of its parameters"):
+        optim.groups(nn.Sequential(module))
+
+
+def test_only_models_know_their_manifolds():
+    for given in (nn.Linear(3, 3).parameters(), torch.ones(3, 2)):
+        with pytest.raises(ValueError, match=r"^model: it is .*; it must be an nn.Module"):
+            optim.groups(given)

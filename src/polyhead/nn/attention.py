@@ -13,7 +13,7 @@ from polyhead.attend import Explanation, assemble, explained, run
 from polyhead.heads import Heads, Origin
 from polyhead.kernels.call import Call
 from polyhead.kernels.rows import Live
-from polyhead.manifold import Manifold
+from polyhead.manifold import Manifold, Stiefel
 from polyhead.neighbourhood import Dense, Neighbourhood, neighbourhood
 from polyhead.nn import placing, surgery
 from polyhead.nn.cache import KeyValueCache, Memory
@@ -128,7 +128,7 @@ class MultiHeadAttention(nn.Module):
         self.r_proj = nn.Linear(d_model, width, bias=False) if residual and width != d_model else None
         self.q_norm = nn.RMSNorm(self.head_dim) if qk_norm else None
         self.k_norm = nn.RMSNorm(self.head_dim) if qk_norm else None
-        self.manifold = placing.placed(manifold, self)
+        self.manifold = manifold
         self._sink_start = 0.0 if sink is None or sink == "learned" else float(sink)
         if sink == "learned":
             self.sink = nn.Parameter(torch.empty(num_heads))
@@ -389,6 +389,16 @@ class MultiHeadAttention(nn.Module):
                 )
         if value.shape[-2] != key.shape[-2]:
             raise ValueError(f"value: it has {value.shape[-2]} items, but key has {key.shape[-2]}")
+
+    @property
+    def manifold(self) -> dict[str, Stiefel]:
+        """Where W_Q, W_K and W_V lie, by `"q"`, `"k"` and `"v"`, without those that are free. It may be set to what the
+        constructor takes; `polyhead.optim.project` then takes the weights there."""
+        return self._manifold
+
+    @manifold.setter
+    def manifold(self, manifold: placing.Choice | Mapping[str, placing.Choice]) -> None:
+        self._manifold = placing.placed(manifold, self)
 
     @property
     def manifolds(self) -> dict[str, Manifold]:

@@ -57,6 +57,7 @@ class Optimizer(torch.optim.Optimizer, abc.ABC):
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
+            self._check_foreign(group)
             check_words(group, self.defaults)
             self.check_options(group)
             self._check_points(group, group["params"])
@@ -160,7 +161,17 @@ class Optimizer(torch.optim.Optimizer, abc.ABC):
             if not g.isfinite().all():
                 raise ValueError(
                     f"{self._name(p)}: its gradient has numbers that are not finite; no parameter was moved. "
-                    "A smaller lr or torch.nn.utils.clip_grad_norm_ may help"
+                    "torch.autograd.set_detect_anomaly(True) finds where they come from"
+                )
+
+    def _check_foreign(self, group: Group) -> None:
+        """Raise for parameters that carry a manifold of another library, which would be lost."""
+        for p in group["params"]:
+            theirs = getattr(p, "manifold", None)
+            if theirs is not None and group["manifold"] == Euclidean():
+                raise ValueError(
+                    f"{self._name(p)}: it is a {type(p).__name__} on {theirs}, which is not read here; its group must say it, such as "
+                    '{"params": [p], "manifold": Stiefel()}'
                 )
 
     def _check_points(self, group: Group, params: Iterable[Tensor]) -> None:

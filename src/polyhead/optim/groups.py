@@ -49,9 +49,17 @@ def project(model: nn.Module) -> None:
 
 def _placed(model: nn.Module) -> dict[nn.Parameter, Manifold]:
     """Where the parameters lie that modules speak of."""
+    if not isinstance(model, nn.Module):
+        raise ValueError(
+            f"model: it is {type(model).__name__}; it must be an nn.Module, whose layers know their manifolds"
+        )
     found: dict[nn.Parameter, Manifold] = {}
     for path, module in model.named_modules():
         manifolds: dict[str, Manifold] = getattr(module, "manifolds", {})
+        if not isinstance(manifolds, dict) or not all(isinstance(on, Manifold) for on in manifolds.values()):
+            raise ValueError(
+                f"{path or 'the model'}: its manifolds are {manifolds!r}; they must be a dict from names of its parameters to manifolds"
+            )
         for name, manifold in manifolds.items():
             try:
                 parameter = module.get_parameter(name)
