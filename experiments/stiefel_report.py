@@ -121,24 +121,21 @@ def arrows(numbers: Sequence[float], between: str = " → ") -> str:
 
 
 def picture(lines: Sequence[Line], arms: Sequence[Arm]) -> Figure:
-    """Test accuracy and training loss over epochs; a thick line through the seeds' means, a thin one a seed."""
+    """Test accuracy and training loss over epochs, a line a run; thin where others of its arm have come further."""
     figure = Figure(figsize=(10, 5.2), layout="constrained")
     left, right = figure.subplots(1, 2)
     for arm, colour in zip(arms, COLOURS, strict=True):
         of = [line for line in lines if line["arm"] == arm.name]
-        style = "-" if arm.stiefel else "--"
-        for axis, curves in (
-            (left, [{one["epoch"]: (one["epoch"], 100 * one["accuracy"]) for one in tests(line)} for line in of]),
-            (right, [{one["epoch"]: (one["epoch"], one["loss"]) for one in line["history"]} for line in of]),
-        ):
-            for curve in curves if len(curves) > 1 else ():
-                axis.plot(*zip(*curve.values(), strict=True), style, color=colour, lw=0.6, alpha=0.5)
-            # as far as every seed has come
-            shared = sorted(set.intersection(*map(set, curves))) if curves else ()
-            if shared:
-                middle = [[mean(curve[epoch][part] for curve in curves) for epoch in shared] for part in range(2)]
-                axis.plot(*middle, style, color=colour, lw=2, label=arm.name)
-                axis.plot(*(numbers[-1] for numbers in middle), "o", color=colour, ms=4)
+        style, name = "-" if arm.stiefel else "--", arm.name
+        for line in of:
+            whole = len(line["history"]) == max(len(other["history"]) for other in of)
+            points = [(one["epoch"], 100 * one["accuracy"]) for one in tests(line)]
+            losses = [(one["epoch"], one["loss"]) for one in line["history"]]
+            for axis, curve in ((left, points), (right, losses)):
+                axis.plot(*zip(*curve, strict=True), style, color=colour, lw=2 if whole else 0.7)
+                axis.plot(*curve[-1], "o", color=colour, ms=4 if whole else 2)
+        if of:
+            left.plot([], [], style, color=colour, lw=2, label=name)
     for axis, title in ((left, "test accuracy, %"), (right, "training loss ‖softmax − one-hot‖ / ‖one-hot‖")):
         axis.set_title(title, loc="left", fontsize=11)
         axis.set_xlabel("epochs")
