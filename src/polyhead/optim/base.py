@@ -240,7 +240,7 @@ def _some(params: Any) -> list[Any]:
             # torch says that a set has no order
             given[place] = {**item, "params": own if isinstance(own, (Tensor, set)) else list(own)}
     if not any(isinstance(own, Tensor) or own for own in (i["params"] if isinstance(i, dict) else [i] for i in given)):
-        raise ValueError("params: there is no parameter; it must be model.parameters(), or optim.groups(model)")
+        raise ValueError("params: there is no parameter; it must be a model, optim.groups(model) or model.parameters()")
     return given
 
 
