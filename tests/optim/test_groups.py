@@ -266,7 +266,7 @@ NOTHING = {
 @pytest.mark.parametrize("nothing", NOTHING.values(), ids=NOTHING)
 def test_an_optimizer_of_nothing_is_refused(make, nothing):
     with pytest.raises(
-        ValueError, match=r"^params: there is no parameter; it must be model\.parameters\(\), or optim\.groups"
+        ValueError, match=r"^params: there is no parameter; it must be a model, optim\.groups\(model\) or"
     ):
         make(nothing())
 
