@@ -5,6 +5,7 @@ Layers say on which manifold their weights lie, optimizers ask the manifold how 
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import math
 from typing import Literal
@@ -22,7 +23,7 @@ _FAR = 1e3
 _NEAR = 1.05
 
 
-class Manifold:
+class Manifold(abc.ABC):
     """Where a tensor may lie, and how it moves there. A vector u at a point x has the shape of x.
 
     Axes before those of a point are a batch of points. Manifolds are values: equal ones are written the same by `repr`.
@@ -31,30 +32,31 @@ class Manifold:
     constant_norm = False
     """Whether all points have one norm, so that weight decay moves none of them."""
 
+    @abc.abstractmethod
     def project(self, x: Points) -> Points:
         """The point nearest to any tensor."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def tangent(self, x: Points, u: Points) -> Points:
         """The nearest vector to u that is tangent at x: one that leads along the manifold."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def gradient(self, x: Points, g: Points) -> Points:
         """The direction of steepest ascent in the manifold's metric, of a function whose partial derivatives are g."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def inner(self, x: Points, u: Points, v: Points, *, keepdim: bool = False) -> Tensor:
         """The inner product of two tangent vectors at x; with `keepdim` in a shape that broadcasts with x."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def retract(self, x: Points, u: Points) -> Points:
         """The point that is reached from x along a tangent vector u: x + u to first order, and on the manifold for any length."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def transport(self, x: Points, y: Points, u: Points) -> Points:
         """The vector at y that corresponds to u at x."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def random(
         self,
         *shape: int,
@@ -63,11 +65,10 @@ class Manifold:
         device: torch.device | str | None = None,
     ) -> Points:
         """A point drawn uniformly, or normally where the manifold has no end."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def check(self, x: Points) -> tuple[bool, str | None]:
         """Whether x lies on the manifold, and if not, why."""
-        raise NotImplementedError
 
 
 @dataclasses.dataclass(frozen=True)
