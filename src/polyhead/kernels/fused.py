@@ -10,7 +10,7 @@ from torch import Tensor
 
 from polyhead._torch import native, under_transform
 from polyhead.kernels.call import Call, Result, flat, to_heads
-from polyhead.neighbourhood import Causal, Dense
+from polyhead.neighbourhood import Causal
 from polyhead.score import Dot
 
 flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -29,7 +29,7 @@ class Fused:
 
     def refuses(self, call: Call) -> str | None:
         q, k, v, over, _, table, bias, sink, dropout, _ = call
-        if type(over) is not Dense and not (type(over) is Causal and q.shape[-2] in (1, k.shape[-2])):
+        if not over.full and not (type(over) is Causal and q.shape[-2] in (1, k.shape[-2])):
             # a compiler cannot trace the writing of shapes
             known = type(over).__name__ if torch.compiler.is_compiling() else repr(over)
             return f"it skips no blocks and takes no masks, and over is {known}"

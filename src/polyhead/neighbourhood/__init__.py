@@ -9,19 +9,25 @@ import torch
 
 from polyhead.neighbourhood.base import Both, Dense, Mask, Neighbourhood, Rows, Sizes, broadcasts, neighbourhood
 from polyhead.neighbourhood.graph import Graph
+from polyhead.neighbourhood.grid import Grid, Lattice, Offsets
 from polyhead.neighbourhood.order import Order
 from polyhead.neighbourhood.sequence import Causal, Padding, Segments, Window
 
 # an exported program that takes a neighbourhood keeps an example of it, which torch.export.load reads as weights only
-torch.serialization.add_safe_globals([Dense, Causal, Window, Padding, Segments, Mask, Both, Graph, Order])
+torch.serialization.add_safe_globals(
+    [Dense, Causal, Window, Padding, Segments, Mask, Both, Graph, Order, Grid, Offsets]
+)
 
 __all__ = [
     "Both",
     "Causal",
     "Dense",
     "Graph",
+    "Grid",
+    "Lattice",
     "Mask",
     "Neighbourhood",
+    "Offsets",
     "Padding",
     "Rows",
     "Segments",

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
 from polyhead._torch import numbers_hidden, register
+
+if TYPE_CHECKING:
+    from polyhead.neighbourhood.grid import Lattice
 
 
 class Sizes(NamedTuple):
@@ -29,6 +32,8 @@ class Neighbourhood(ABC):
 
     exact: bool = False
     """Whether a pair is allowed exactly when its key lies in `interval`."""
+    full: bool = False
+    """Whether everyone may attend to everyone."""
     tensors: ClassVar[tuple[str, ...]] = ()
     """The attributes that are tensors, or None: what vmap and export carry along, and a view watches for changes."""
 
@@ -45,6 +50,11 @@ class Neighbourhood(ABC):
         The answer may have batch axes in front. `query` counts along the keys: of `n` queries and `m` keys, query
         number i stands at i + m - n.
         """
+
+    @property
+    def grid(self) -> Lattice | None:
+        """Where items stand, if they are points of a grid."""
+        return None
 
     def check(self, sizes: Sizes) -> None:  # noqa: B027 - most neighbourhoods fit any size
         """Raise a `ValueError` where this neighbourhood does not fit the tensors."""
@@ -104,7 +114,9 @@ class Neighbourhood(ABC):
 
     def __repr__(self) -> str:
         fields = ", ".join(
-            f"{name}={_brief(value)}" for name, value in vars(self).items() if name != "exact" and name[0] != "_"
+            f"{name}={_brief(value)}"
+            for name, value in vars(self).items()
+            if name not in ("exact", "full") and name[0] != "_"
         )
         return f"{type(self).__name__}({fields})"
 
@@ -122,6 +134,7 @@ class Dense(Neighbourhood):
     """Everyone attends to everyone."""
 
     exact = True
+    full = True
 
     def allows(self, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return torch.ones(torch.broadcast_shapes(query.shape, key.shape), dtype=torch.bool, device=key.device)
@@ -219,6 +232,10 @@ class Both(Neighbourhood):
         self.parts = parts
         self.exact = all(part.exact for part in parts)
 
+    @property
+    def grid(self) -> Lattice | None:
+        return next((part.grid for part in self.parts if part.grid is not None), None)
+
     def allows(self, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         allowed = self.parts[0].allows(head, query, key)
         for part in self.parts[1:]:
@@ -266,6 +283,10 @@ class Rows(Neighbourhood):
 
     def __init__(self, over: Neighbourhood, batch: tuple[int, ...], rows: tuple[slice, ...]) -> None:
         self.over, self.batch, self.at, self.exact = over, batch, rows, over.exact
+
+    @property
+    def grid(self) -> Lattice | None:
+        return self.over.grid
 
     def allows(self, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         allowed = self.over.allows(head, query, key)

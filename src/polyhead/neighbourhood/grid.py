@@ -1,0 +1,279 @@
+"""Who may attend to whom in an image: items are the points of a grid of one, two, three or more axes, row by row."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Sequence
+from itertools import pairwise, product
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from polyhead.neighbourhood.base import Interval, Neighbourhood, Sizes
+
+PADDINGS = ("zeros", "replicate", "circular", "reflect")
+
+
+class Lattice(NamedTuple):
+    """Where items stand: keys at every point of a grid, queries at `stride` times the points of another."""
+
+    sizes: tuple[int, ...]
+    outputs: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    def keys(self, device: torch.device) -> Int[Tensor, "keys axes"]:
+        """The keys' points."""
+        return points(torch.arange(math.prod(self.sizes), device=device), self.sizes)
+
+    def queries(self, device: torch.device) -> Int[Tensor, "queries axes"]:
+        """The queries' points, counted as the keys' are; beyond the last key where the outputs are more."""
+        number = torch.arange(math.prod(self.outputs), device=device)
+        return points(number, self.outputs) * torch.tensor(self.stride, device=device)
+
+    def check(self, name: str, sizes: Sizes) -> None:
+        """Raise where there are not as many keys and queries as points."""
+        for what, points, number in (("keys", self.sizes, sizes.keys), ("queries", self.outputs, sizes.queries)):
+            if math.prod(points) != number:
+                raise ValueError(
+                    f"{name}: {written(points)} are {math.prod(points)} points, but there are {number} {what}; "
+                    "an image (batch, channels, *sizes) becomes items by x.flatten(2).transpose(1, 2)"
+                )
+
+
+def points(number: Int[Tensor, "*any"], sizes: tuple[int, ...]) -> Int[Tensor, "*any axes"]:
+    """Items' numbers, counted row by row, as points of the grid."""
+    axes = []
+    for size in reversed(sizes):
+        axes.append(number % max(size, 1))
+        number = number // max(size, 1)
+    return torch.stack(axes[::-1], -1)
+
+
+def numbers(points: Int[Tensor, "*any axes"], sizes: tuple[int, ...]) -> Int[Tensor, "*any"]:
+    """Points of the grid as items' numbers."""
+    number = torch.zeros_like(points[..., 0])
+    for axis, size in enumerate(sizes):
+        number = number * size + points[..., axis]
+    return number
+
+
+class _OnLattice(Neighbourhood):
+    """What neighbourhoods of points share: a lattice, written out and checked."""
+
+    sizes: tuple[int, ...]
+    outputs: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    @property
+    def grid(self) -> Lattice:
+        return Lattice(self.sizes, self.outputs, self.stride)
+
+    def check(self, sizes: Sizes) -> None:
+        self.grid.check(type(self).__name__, sizes)
+
+    def _place(self, sizes: Sequence[int], stride: object, outputs: Sequence[int] | None) -> None:
+        name = type(self).__name__
+        self.sizes = _whole(name, "sizes", sizes, None)
+        self.stride = _whole(name, "stride", stride, len(self.sizes))
+        if outputs is None:
+            self.outputs = tuple(-(-n // step) for n, step in zip(self.sizes, self.stride, strict=True))
+        else:
+            self.outputs = _whole(name, "outputs", outputs, len(self.sizes))
+
+    def _number(self, query: Tensor) -> Tensor:
+        """A query's own number, where it is given as counted along the keys."""
+        return query - (math.prod(self.sizes) - math.prod(self.outputs))
+
+
+class Grid(_OnLattice):
+    """Pixels, patches or voxels: each attends to those within a window around it, or to all.
+
+    Args:
+        sizes: how many points along each axis: `Grid(height, width)`; items are counted row by row.
+        window: how many points a query sees along each axis, itself in the middle: an odd number, or one an axis; None for
+            all. At a border the window is cut off.
+        dilation: how far apart the points of a window are.
+        stride: how far apart the queries are, where they are not the keys: `mha(x[:, ::2], x, over=Grid(64, stride=2))`.
+        outputs: how many queries there are along each axis; as many as the stride leaves of the points, unless given.
+    """
+
+    def __init__(
+        self,
+        *sizes: int,
+        window: int | Sequence[int] | None = None,
+        dilation: int | Sequence[int] = 1,
+        stride: int | Sequence[int] = 1,
+        outputs: Sequence[int] | None = None,
+    ) -> None:
+        self._place(sizes, stride, outputs)
+        self.dilation = _whole("Grid", "dilation", dilation, len(self.sizes))
+        self.window = None if window is None else _whole("Grid", "window", window, len(self.sizes))
+        if self.window is not None and any(n % 2 == 0 for n in self.window):
+            raise ValueError(
+                f"Grid: window is {window!r}; it must be odd, for the query to be its middle (7 reaches 3 to each side). "
+                "Windows of any form are Offsets"
+            )
+        if self.window is None and any(step > 1 for step in self.dilation):
+            raise ValueError(f"Grid: dilation is {dilation!r}, but there is no window whose points could be apart")
+        self.full = self.window is None
+        self.exact = self.full or (len(self.sizes) == 1 and self.dilation == (1,))
+
+    @property
+    def reach(self) -> tuple[int, ...]:
+        """How far a query sees to either side, in points of the window."""
+        if self.window is None:
+            return tuple(max(n, m) for n, m in zip(self.sizes, self._spans(), strict=True))
+        return tuple(n // 2 for n in self.window)
+
+    def _spans(self) -> tuple[int, ...]:
+        return tuple((n - 1) * step + 1 for n, step in zip(self.outputs, self.stride, strict=True))
+
+    @property
+    def told_apart(self) -> bool:
+        """Whether the difference of two items' numbers tells their difference along each axis, within the window."""
+        if self.window is None:
+            return len(self.sizes) == 1
+        wide = zip(self.sizes[1:], self.reach[1:], self.dilation[1:], strict=True)
+        return self.sizes == self.outputs and all(2 * reach * step < n for n, reach, step in wide)
+
+    def allows(self, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        stride = torch.tensor(self.stride, device=key.device)
+        apart = points(key, self.sizes) - points(self._number(query), self.outputs) * stride
+        if self.window is None:
+            return torch.ones(apart.shape[:-1], dtype=torch.bool, device=key.device)
+        step, reach = (torch.tensor(n, device=key.device) for n in (self.dilation, self.reach))
+        return ((apart.abs() <= reach * step) & (apart % step == 0)).all(-1)
+
+    def interval(self, queries: int, keys: int, device: torch.device) -> Interval:
+        if self.window is None:
+            return super().interval(queries, keys, device)
+        middle = self.grid.queries(device)
+        reach = torch.tensor([n * step for n, step in zip(self.reach, self.dilation, strict=True)], device=device)
+        last = torch.tensor(self.sizes, device=device) - 1
+        low, high = (middle - reach).clamp(min=0), torch.minimum(middle + reach, last)
+        first = numbers(torch.minimum(low, last), self.sizes)
+        return first, torch.where((low <= high).all(-1), numbers(high, self.sizes) + 1, first)
+
+    def offsets(self) -> Int[Tensor, "window axes"]:
+        """Where the points of a window stand from its middle, row by row."""
+        sides = (range(-n * step, n * step + 1, step) for n, step in zip(self.reach, self.dilation, strict=True))
+        return torch.tensor(list(product(*sides)))
+
+    def pairs(self, device: torch.device) -> Int[Tensor, "2 pairs"]:
+        """All that is allowed, as keys above queries, one query after the other."""
+        apart = self.offsets().to(device)
+        at = self.grid.queries(device)[:, None] + apart
+        last = torch.tensor(self.sizes, device=device)
+        query, place = ((at >= 0) & (at < last)).all(-1).nonzero(as_tuple=True)
+        return torch.stack((numbers(at[query, place], self.sizes), query))
+
+    def __repr__(self) -> str:
+        more = [f"window={_short(self.window)}"] if self.window is not None else []
+        more += [f"dilation={_short(self.dilation)}"] if max(self.dilation) > 1 else []
+        if max(self.stride) > 1 or self.outputs != self.sizes:
+            more.append(f"stride={_short(self.stride)}, outputs={self.outputs}")
+        return f"Grid({', '.join([*map(str, self.sizes), *more])})"
+
+
+class Offsets(_OnLattice):
+    """Each head sees one point, so far from the query: a tap of a convolution. A head may also see several.
+
+    A query at point p, and a head with offset Δ, see the key at p + Δ. `padding` says what stands there beyond the border:
+    nothing ("zeros": a query with no key gets zero), the nearest point ("replicate"), the other side ("circular"), or the
+    points once more in reverse ("reflect").
+
+    Args:
+        offsets: whole numbers (heads, axes), or (heads, several, axes).
+        sizes: how many points along each axis.
+        stride: how far apart the queries are; the first stands at the first point.
+        outputs: how many queries there are along each axis; as many as the stride leaves of the points, unless given.
+        padding: what stands beyond the border.
+    """
+
+    tensors = ("index",)
+
+    def __init__(
+        self,
+        offsets: Sequence[Sequence[int]] | Sequence[Sequence[Sequence[int]]] | Tensor,
+        sizes: Sequence[int],
+        *,
+        stride: int | Sequence[int] = 1,
+        outputs: Sequence[int] | None = None,
+        padding: str = "zeros",
+    ) -> None:
+        self._place(sizes, stride, outputs)
+        given = torch.as_tensor(offsets)
+        if given.is_floating_point() or given.dim() not in (2, 3) or given.shape[-1] != len(self.sizes):
+            raise ValueError(
+                f"Offsets: offsets are {given.dtype} of shape {tuple(given.shape)}; they must be whole numbers (heads, axes) or "
+                f"(heads, several, axes), and the grid has {len(self.sizes)} axes"
+            )
+        if padding not in PADDINGS:
+            raise ValueError(f"Offsets: padding is {padding!r}; it must be one of {', '.join(map(repr, PADDINGS))}")
+        self.padding = padding
+        self.heads, self.several = len(given), 1 if given.dim() == 2 else given.shape[1]
+        # of each head and query the keys' numbers, -1 for none
+        self.index: Int[Tensor, "heads queries several"] = self._index(
+            given.reshape(self.heads, 1, -1, len(self.sizes))
+        )
+
+    def _index(self, offsets: Int[Tensor, "heads 1 several axes"]) -> Int[Tensor, "heads queries several"]:
+        at = self.grid.queries(offsets.device)[:, None] + offsets
+        found = torch.stack([folded(at[..., axis], n, self.padding) for axis, n in enumerate(self.sizes)], -1)
+        return numbers(found, self.sizes).masked_fill((found < 0).any(-1), -1)
+
+    def check(self, sizes: Sizes) -> None:
+        super().check(sizes)
+        if self.heads != sizes.heads:
+            raise ValueError(f"Offsets: there are offsets for {self.heads} heads, but there are {sizes.heads} heads")
+
+    def allows(self, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        number = self._number(query.flatten()).clamp(0, max(self.index.shape[1] - 1, 0))
+        # (heads, queries, several)
+        index = self.index.to(key.device)[head.flatten()][:, number]
+        return (index[..., None, :] == key.flatten()[:, None]).any(-1)
+
+    def interval(self, queries: int, keys: int, device: torch.device) -> Interval:
+        index = self.index.to(device).movedim(1, 0).flatten(1)
+        seen = index >= 0
+        stop = torch.where(seen, index + 1, 0).amax(-1)
+        return torch.minimum(torch.where(seen, index, keys).amin(-1), stop), stop
+
+    def __repr__(self) -> str:
+        several = "" if self.several == 1 else f" x {self.several}"
+        return f"Offsets({self.heads} heads{several}, {written(self.sizes)}, stride={_short(self.stride)}, padding={self.padding!r})"
+
+
+def folded(at: Int[Tensor, "*any"], size: int, padding: str) -> Int[Tensor, "*any"]:
+    """The point that stands where `at` says, along one axis; -1 for none."""
+    if padding == "replicate":
+        return at.clamp(0, size - 1)
+    if padding == "circular":
+        return at % size
+    if padding == "reflect":
+        period = max(2 * (size - 1), 1)
+        return size - 1 - (at % period - (size - 1)).abs()
+    return at.masked_fill((at < 0) | (at >= size), -1)
+
+
+def written(sizes: tuple[int, ...]) -> str:
+    """Sizes as people write them: 64 x 64."""
+    return " x ".join(map(str, sizes))
+
+
+def _short(each: tuple[int, ...]) -> int | tuple[int, ...]:
+    return each[0] if all(a == b for a, b in pairwise(each)) else each
+
+
+def _whole(owner: str, name: str, given: object, axes: int | None) -> tuple[int, ...]:
+    """One whole number an axis, from one for all or one each."""
+    each = tuple(given) if isinstance(given, (Sequence, torch.Size)) else (given,) * (axes or 1)
+    whole = all(hasattr(n, "__index__") and not isinstance(n, bool) and operator.index(n) >= 1 for n in each)
+    if not each or not whole:
+        raise ValueError(f"{owner}: {name} is {given!r}; it must be whole numbers, 1 or more")
+    if axes is not None and len(each) != axes:
+        raise ValueError(f"{owner}: {name} is {given!r}, for {len(each)} axes, but the grid has {axes}")
+    return tuple(operator.index(n) for n in each)
