@@ -12,7 +12,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 from polyhead.kernels import Call, Result, kernels
 from polyhead.kernels.graph import weights as edge_weights
 from polyhead.kernels.reference import through_sink, weights
-from polyhead.neighbourhood import Dense, Graph, Neighbourhood, broadcasts, neighbourhood
+from polyhead.neighbourhood import Dense, Graph, Grid, Neighbourhood, Sizes, broadcasts, neighbourhood, parts
 from polyhead.position import Position
 from polyhead.score import Dot, Score
 
@@ -118,7 +118,9 @@ def prepare(
     _check_tensors(q, k, v)
     if position is not None:
         position.check(q.shape[-3], q.shape[-1])
-        q, k = position.rotate(q, k.shape[-2] - q.shape[-2]), position.rotate(k, 0)
+        over = neighbourhood(over)
+        queries, keys = points(position, over, q.shape[-2], k.shape[-2], q.device)
+        q, k = position.rotate(q, k.shape[-2] - q.shape[-2], queries), position.rotate(k, 0, keys)
     if not isinstance(score, Score):
         raise ValueError(f"score: it is {score!r}; it must be a Score such as Dot()")
     if sink is not None and not isinstance(sink, Tensor):
@@ -135,7 +137,7 @@ def assemble(
     sink: Tensor | None, dropout: float, seed: Tensor | None,
 ) -> Call:  # fmt: skip
     """The checked call for tensors that fit each other; the position, if any, has turned q and k already."""
-    table = None if position is None else _table(position, q.shape[-2], k.shape[-2], q.device)
+    table = None
     if dropout:
         if not isinstance(dropout, (int, float)) or not 0 <= dropout < 1:
             raise ValueError(f"dropout: it is {dropout}; it must be at least 0 and less than 1")
@@ -145,6 +147,8 @@ def assemble(
         score.check(q.shape[-3], q.shape[-1], None if features is None else features.shape[-1])
     if bias is not None:
         bias = _placed_bias(bias, over, q, k)
+    if position is not None:
+        table, bias = _added(position, over, bias, q.shape[-2], k.shape[-2], q.device)
     if sink is not None and sink.shape != q.shape[-3:-2]:
         raise ValueError(f"sink: its shape is {tuple(sink.shape)}; it must be one number a head, ({q.shape[-3]},)")
     call = Call(q, k, v, over, score, table, bias, sink, dropout, seed)
@@ -157,9 +161,40 @@ def assemble(
     return call
 
 
-def _table(position: Position, queries: int, keys: int, device: torch.device) -> Tensor | None:
-    """What a position adds, for every distance that occurs between these queries and keys."""
-    return position.by_distance(torch.arange(1 - keys, max(queries, 1 - keys), device=device))
+def points(
+    position: Position, over: Neighbourhood, queries: int, keys: int, device: torch.device
+) -> tuple[Int[Tensor, "queries axes"] | None, Int[Tensor, "keys axes"] | None]:
+    """Where queries and keys stand, for a position on a grid; two times None for one along a sequence."""
+    if position.axes is None:
+        return None, None
+    grid = over.grid
+    if grid is None or len(grid.sizes) != position.axes:
+        sizes = ", ".join(("height", "width", "depth")[: position.axes]) if position.axes < 4 else "…"
+        raise ValueError(
+            f"position: {type(position).__name__} is for a grid of {position.axes} axes, and over is {over!r}; "
+            f"pass over=Grid({sizes})"
+        )
+    grid.check("Grid", Sizes((), 1, queries, keys))
+    return grid.queries(device), grid.keys(device)
+
+
+def _added(
+    position: Position, over: Neighbourhood, bias: Tensor | None, queries: int, keys: int, device: torch.device
+) -> tuple[Tensor | None, Tensor | None]:
+    """What a position adds: one number a distance where distances tell, else one a pair, joined to the bias."""
+    distance = torch.arange(1 - keys, max(queries, 1 - keys), device=device)
+    if position.axes is None:
+        return position.by_distance(distance), bias
+    points(position, over, queries, keys, device)
+    local = next((part for part in parts(over) if isinstance(part, Grid) and part.told_apart), None)
+    table = None if local is None else position.by_offset(local.apart(distance))
+    if table is not None:
+        return table, bias
+    assert over.grid is not None
+    pairs = position.on_grid(over.grid, device)
+    if pairs is None or bias is None:
+        return None, bias if pairs is None else pairs
+    return None, bias + pairs
 
 
 def run(call: Call, kernel: str | None = None) -> Result:

@@ -4,12 +4,14 @@ from polyhead.kernels.call import Call, Kernel, Result
 from polyhead.kernels.fused import Fused
 from polyhead.kernels.graph import Edges
 from polyhead.kernels.native import Native
+from polyhead.kernels.pairs import Pairs
 from polyhead.kernels.reference import Reference
 from polyhead.kernels.short import Short
+from polyhead.kernels.single import Single
 from polyhead.kernels.tiled import Tiled
 from polyhead.neighbourhood import Graph
 
-ALONG_KEYS: tuple[Kernel, ...] = (Fused(), Short(), Tiled(), Reference())
+ALONG_KEYS: tuple[Kernel, ...] = (Fused(), Single(), Pairs(), Short(), Tiled(), Reference())
 ALONG_EDGES: tuple[Kernel, ...] = (Native(), Edges(), Reference())
 
 

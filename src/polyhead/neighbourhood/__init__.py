@@ -7,7 +7,7 @@ stands at the last key ("lower-right"), so that one predicate serves self-attent
 
 import torch
 
-from polyhead.neighbourhood.base import Both, Dense, Mask, Neighbourhood, Rows, Sizes, broadcasts, neighbourhood
+from polyhead.neighbourhood.base import Both, Dense, Mask, Neighbourhood, Rows, Sizes, broadcasts, neighbourhood, parts
 from polyhead.neighbourhood.graph import Graph
 from polyhead.neighbourhood.grid import Grid, Lattice, Offsets
 from polyhead.neighbourhood.order import Order
@@ -35,4 +35,5 @@ __all__ = [
     "Window",
     "broadcasts",
     "neighbourhood",
+    "parts",
 ]

@@ -6,7 +6,7 @@ import math
 import operator
 from collections.abc import Sequence
 from itertools import pairwise, product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Int
@@ -139,6 +139,15 @@ class Grid(_OnLattice):
         wide = zip(self.sizes[1:], self.reach[1:], self.dilation[1:], strict=True)
         return self.sizes == self.outputs and all(2 * reach * step < n for n, reach, step in wide)
 
+    def apart(self, distance: Int[Tensor, "*any"]) -> Int[Tensor, "*any axes"]:
+        """The difference along each axis, from that of two items' numbers, where these are told apart."""
+        axes = []
+        for size in reversed(self.sizes[1:]):
+            rest = (distance + size // 2) % size - size // 2
+            axes.append(rest)
+            distance = torch.div(distance - rest, size, rounding_mode="floor")
+        return torch.stack([distance, *reversed(axes)], -1)
+
     def allows(self, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         stride = torch.tensor(self.stride, device=key.device)
         apart = points(key, self.sizes) - points(self._number(query), self.outputs) * stride
@@ -268,7 +277,7 @@ def _short(each: tuple[int, ...]) -> int | tuple[int, ...]:
     return each[0] if all(a == b for a, b in pairwise(each)) else each
 
 
-def _whole(owner: str, name: str, given: object, axes: int | None) -> tuple[int, ...]:
+def _whole(owner: str, name: str, given: Any, axes: int | None) -> tuple[int, ...]:
     """One whole number an axis, from one for all or one each."""
     each = tuple(given) if isinstance(given, (Sequence, torch.Size)) else (given,) * (axes or 1)
     whole = all(hasattr(n, "__index__") and not isinstance(n, bool) and operator.index(n) >= 1 for n in each)

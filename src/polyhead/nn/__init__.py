@@ -2,6 +2,18 @@
 
 from polyhead.nn.attention import MultiHeadAttention
 from polyhead.nn.cache import KeyValueCache, Memory
+from polyhead.nn.convolution import Certificate, ConvolutionalAttention, from_conv, to_conv
 from polyhead.nn.transformer import FeedForward, Transformer, TransformerLayer
 
-__all__ = ["FeedForward", "KeyValueCache", "Memory", "MultiHeadAttention", "Transformer", "TransformerLayer"]
+__all__ = [
+    "Certificate",
+    "ConvolutionalAttention",
+    "FeedForward",
+    "KeyValueCache",
+    "Memory",
+    "MultiHeadAttention",
+    "Transformer",
+    "TransformerLayer",
+    "from_conv",
+    "to_conv",
+]

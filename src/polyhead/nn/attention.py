@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from polyhead.attend import Explanation, assemble, explained, run
+from polyhead.attend import Explanation, assemble, explained, points, run
 from polyhead.heads import Heads, Origin
 from polyhead.kernels.call import Call
 from polyhead.kernels.rows import Live
@@ -40,7 +40,8 @@ class MultiHeadAttention(nn.Module):
         d_key, d_value: features of key and value inputs.
         d_out: features of the output, with `combine="project"`.
         score: how strongly a query attends to a key: `"dot"`, `"gat"`, `"gatv2"`, or a `Score` such as `GATv2(8, 16, edge_dim=4)`.
-        position: where keys stand: `Rotary()`, `ALiBi(num_heads)`, `RelativeBias(num_heads)`.
+        position: where keys stand: `Rotary()`, `ALiBi(num_heads)`, `RelativeBias(num_heads)`; on a grid `Rotary(axes=2)`,
+            `RelativeBias(num_heads, window=(7, 7))`, `QuadraticOffset(centres)`.
         sink: the logit of one more key of value zero: a number, or `"learned"` for one learned number a head.
         combine: `"project"` joins the heads and maps them with W_O; `"concat"` joins them; `"mean"` averages them.
         manifold: where the projections lie. `"stiefel"`: each head's rows of W_Q, W_K and W_V are orthonormal, a basis of the
@@ -232,6 +233,7 @@ class MultiHeadAttention(nn.Module):
             over = over.within(to_itself)
         if isinstance(key, Memory):
             q, k, v = self._to_memory(query, key, value)
+            queries, _ = self._points(over, q, k)
         else:
             key = query if key is None else key
             value = key if value is None else value
@@ -239,14 +241,15 @@ class MultiHeadAttention(nn.Module):
             if to_itself and value is key and cache is None and not (self.input_dropout and self.training):
                 live = live_rows(over, query, self.num_heads)
             q, k, v = self._projected(query, key, value, live)
-            k, v = self._placed(k, v, 0 if cache is None else cache.length)
+            queries, keys = self._points(over, q, k)
+            k, v = self._placed(k, v, 0 if cache is None else cache.length, keys)
         if self.q_norm is not None:
             q = self.q_norm(q)
         if cache is not None:
             cache.append(k, v)
             k, v = cache.k, cache.v
         if self.position is not None:
-            q = self.position.rotate(q, k.shape[-2] - q.shape[-2])
+            q = self.position.rotate(q, k.shape[-2] - q.shape[-2], queries)
         dropout = self.dropout if self.training else 0.0
         try:
             call = assemble(q, k, v, over, self.score, self.position, bias, self.sink, dropout, seed)
@@ -266,7 +269,11 @@ class MultiHeadAttention(nn.Module):
                 f"key, value: their shapes are {tuple(key.shape)} and {tuple(value.shape)}; they must be "
                 f"(..., keys, {self.d_key}) and (..., keys, {self.d_value})"
             )
-        return Memory(*self._placed(*self._keys_values(*self._inputs(key, value)), 0))
+        if self.position is not None and self.position.axes is not None:
+            raise ValueError(
+                f"remember: {type(self.position).__name__} is for a grid, whose points only a call knows; call the layer"
+            )
+        return Memory(*self._placed(*self._keys_values(*self._inputs(key, value)), 0, None))
 
     def _to_memory(self, query: Tensor, memory: Memory, value: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         if value is not None:
@@ -290,12 +297,18 @@ class MultiHeadAttention(nn.Module):
             )
         return q, k, v
 
-    def _placed(self, k: Tensor, v: Tensor, first: int) -> tuple[Tensor, Tensor]:
-        """Keys and values as they are attended to, of which the first stands at position `first`."""
+    def _points(self, over: Neighbourhood, q: Tensor, k: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """Where queries and keys stand on a grid, if the position asks for it."""
+        if self.position is None:
+            return None, None
+        return points(self.position, over, q.shape[-2], k.shape[-2], q.device)
+
+    def _placed(self, k: Tensor, v: Tensor, first: int, at: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Keys and values as they are attended to; the first stands at position `first`, or all at these points."""
         if self.k_norm is not None:
             k = self.k_norm(k)
         if self.position is not None:
-            k = self.position.rotate(k, first)
+            k = self.position.rotate(k, first, at)
         # under autocast, where there is no W_V to narrow the values
         return k, v if v.dtype == k.dtype else v.to(k.dtype)
 

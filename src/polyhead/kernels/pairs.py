@@ -1,0 +1,57 @@
+"""Attention over windows of a grid for scores that are no products: pair by pair, by the kernels for graphs."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from polyhead._torch import numbers_hidden
+from polyhead.kernels.call import Call, Result
+from polyhead.kernels.graph import Edges
+from polyhead.kernels.native import Native
+from polyhead.neighbourhood import Graph, Grid
+from polyhead.score import Dot
+
+
+class Pairs:
+    """GAT, GATv2 and scores of one's own over a `Grid` with a window: its pairs are the edges of a graph."""
+
+    name = "pairs"
+
+    def refuses(self, call: Call) -> str | None:
+        if type(call.over) is not Grid or call.over.window is None:
+            return f"it is for windows of a grid, and over is {type(call.over).__name__}"
+        if type(call.score) is Dot:
+            return "dot products are quicker many at a time"
+        if call.bias is not None:
+            return "it adds no bias"
+        if numbers_hidden():
+            return "the pairs cannot be counted inside torch.compile and torch.func"
+        return None
+
+    def __call__(self, call: Call) -> Result:
+        assert isinstance(call.over, Grid)
+        graph = _graph(
+            call.over.sizes, call.over.outputs, call.over.stride, call.over.reach, call.over.dilation, call.q.device
+        )
+        along = call._replace(over=graph)
+        kernel = Native() if Native().refuses(along) is None else Edges()
+        return kernel(along)
+
+
+@lru_cache(maxsize=8)
+def _graph(
+    sizes: tuple[int, ...], outputs: tuple[int, ...], stride: tuple[int, ...], reach: tuple[int, ...],
+    dilation: tuple[int, ...], device: torch.device,
+) -> Graph:  # fmt: skip
+    """The pairs of a grid, sorted once for every layer and step."""
+    window = [2 * n + 1 for n in reach]
+    grid = Grid(*sizes, window=window, dilation=dilation, stride=stride, outputs=outputs)
+    # what is made in inference mode could not be used in training
+    with torch.inference_mode(False):
+        pairs: Int[Tensor, "2 pairs"] = grid.pairs(device)
+        keys, queries = len(grid.grid.keys(device)), len(grid.grid.queries(device))
+        return Graph(pairs, (keys, queries))

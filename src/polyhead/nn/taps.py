@@ -1,0 +1,175 @@
+"""The convolution that is in a layer: its taps, its bias, and the points that its heads look at."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from polyhead.nn.geometry import CONVOLUTIONS, Geometry, written
+from polyhead.position import QuadraticOffset
+from polyhead.score import Dot
+
+if TYPE_CHECKING:
+    from polyhead.nn.attention import MultiHeadAttention
+
+# Points so far from a head's own get nothing that counts, even of a head as blunt as may be.
+_FAR = 8
+
+
+def check_content(layer: MultiHeadAttention) -> None:
+    """Raise where the weights of a layer depend on what stands at the points, or its output on more than on weights."""
+    if type(layer.score) is not Dot:
+        raise ValueError(
+            f"layer: its scores are {type(layer.score).__name__}, which depend on the content; a convolution looks at fixed points"
+        )
+    if layer.position is not None and not isinstance(layer.position, QuadraticOffset):
+        raise ValueError(
+            f"layer: its position is {type(layer.position).__name__}; heads look at fixed points with a QuadraticOffset"
+        )
+    if layer.residual:
+        raise ValueError("layer: it adds its query to the output (residual=True), which is no part of its attention")
+    q, k = layer.q_proj, layer.k_proj
+    if layer.position is not None and not _silent(q) and not _silent(k):
+        product = _largest_score(layer)
+        raise ValueError(
+            f"layer: its scores depend on the content, W_Q and W_K are not zero (the largest entry of W_Qᵀ W_K of a head is {product:.2g}, "
+            "before the scale); a convolution looks at fixed points whatever stands there"
+        )
+
+
+def _silent(linear: Any) -> bool:
+    """Whether a map gives zero for whatever it is given."""
+    return (
+        isinstance(linear, nn.Linear)
+        and not bool(linear.weight.any())
+        and (linear.bias is None or not bool(linear.bias.any()))
+    )
+
+
+def _largest_score(layer: MultiHeadAttention) -> float:
+    q, k = layer.q_proj, layer.k_proj
+    if not isinstance(q, nn.Linear) or not isinstance(k, nn.Linear):
+        return math.nan
+    by_head = q.weight.detach().unflatten(0, (layer.num_heads, -1))
+    keys = k.weight.detach().unflatten(0, (layer.kv_heads, -1)).repeat_interleave(layer.num_heads // layer.kv_heads, 0)
+    return float((by_head.transpose(-2, -1) @ keys).abs().max())
+
+
+def taps(layer: MultiHeadAttention) -> Float[Tensor, "heads out in"]:
+    """What each head makes of the point that it looks at: W_O W_V, of its own part."""
+    heads = layer.num_heads
+    w_v = layer.v_proj
+    if w_v is None or isinstance(w_v, nn.Identity):
+        values = torch.eye(layer.value_dim, dtype=layer.k_proj.weight.dtype, device=layer.k_proj.weight.device)[None]
+    elif isinstance(w_v, nn.Linear):
+        values = (
+            w_v.weight.detach().unflatten(0, (layer.value_heads, -1)).repeat_interleave(heads // layer.value_heads, 0)
+        )
+    else:
+        raise ValueError(f"layer: its v_proj is {type(w_v).__name__}; it must be a plain nn.Linear")
+    if layer.combine == "concat":
+        raise ValueError("layer: it joins its heads' outputs (combine='concat'), and a convolution sums over its taps")
+    if layer.combine == "mean":
+        made = values.expand(heads, -1, -1) / heads
+    else:
+        assert layer.o_proj is not None
+        # (out, heads · dim) -> (heads, out, dim)
+        made = layer.o_proj.weight.detach().unflatten(1, (heads, -1)).movedim(1, 0)
+        made = made if isinstance(w_v, nn.Identity) else made @ values
+    return made if layer.gate is None else made * layer.gate.detach()[:, None, None]
+
+
+def bias(layer: MultiHeadAttention) -> Float[Tensor, " out"] | None:
+    """What a layer adds to every point of its output."""
+    own = layer.o_bias if layer.o_proj is None else layer.o_proj.bias
+    total = None if own is None else own.detach().clone()
+    moved = layer.v_proj.bias if isinstance(layer.v_proj, nn.Linear) else None
+    if moved is None or not bool(moved.any()):
+        return total
+    if layer.sink is not None:
+        raise ValueError(
+            "layer: v_proj has a bias, which is lost where the sink takes the weight; a convolution has no such bias"
+        )
+    by_head = (
+        moved.detach().unflatten(0, (layer.value_heads, -1)).repeat_interleave(layer.num_heads // layer.value_heads, 0)
+    )
+    assert total is not None and layer.o_proj is not None
+    return total + layer.o_proj.weight.detach() @ by_head.flatten()
+
+
+def offsets(position: QuadraticOffset, leak: float) -> list[tuple[int, ...]]:
+    """The points at which heads look, where no more than `leak` of their weight lies elsewhere."""
+    leaked = leaks(position)
+    worst = int(leaked.argmax())
+    nearest = position.centres.detach().round().long()
+    if not float(leaked[worst]) <= leak:
+        raise ValueError(
+            f"layer: its heads do not look at fixed points: head {worst} puts {float(leaked[worst]):.2g} of its weight elsewhere than on "
+            f"{tuple(nearest[worst].tolist())} (alpha {float(position.alpha[worst].detach()):.3g}, centre "
+            f"{tuple(round(x, 3) for x in position.centres[worst].detach().tolist())}), and leak is {leak:g}. For the nearest "
+            f"convolution pass leak={math.ceil(float(leaked[worst]) * 100) / 100:g}"
+        )
+    return [tuple(point) for point in nearest.tolist()]
+
+
+def leaks(position: QuadraticOffset) -> Float[Tensor, " heads"]:
+    """The weight that each head puts elsewhere than on the point nearest to its centre, far from any border."""
+    with torch.no_grad():
+        centres = position.centres.double()
+        side = torch.arange(-_FAR, _FAR + 1, dtype=torch.float64, device=centres.device)
+        # the squares along each axis add up: so do the logarithms of the sums
+        apart = side + (centres.round() - centres)[..., None]
+        s = -position.alpha.double()[:, None, None] * apart.square()
+        all_points = s.logsumexp(-1).sum(-1)
+        if position.padding == "zeros":
+            # the sink of value zero, whose score is 0 where a point's is alpha (½ − square)
+            all_points = torch.logaddexp(all_points, -0.5 * position.alpha.double())
+        return -torch.expm1(s[..., _FAR].sum(-1) - all_points)
+
+
+def around(points: list[tuple[int, ...]], mode: str) -> Geometry:
+    """The smallest kernel of odd sides that has all these points and keeps an image's size."""
+    reach = [max(abs(point[axis]) for point in points) for axis in range(len(points[0]))]
+    ones = (1,) * len(reach)
+    return Geometry(tuple(2 * n + 1 for n in reach), ones, ones, tuple((n, n) for n in reach), mode)
+
+
+def convolution(
+    kernel: Float[Tensor, "heads out in"],
+    bias: Tensor | None,
+    points: list[tuple[int, ...]],
+    where: Geometry,
+    groups: int,
+) -> Any:
+    """torch's module with these taps at these points; heads at one point add up."""
+    known = {point: number for number, point in enumerate(where.taps)}
+    lost = [point for point in points if point not in known]
+    if lost:
+        raise ValueError(
+            f"layer: a head looks at {lost[0]}, which is no tap of the {written(where.kernel)} kernel that it was made of; "
+            "to_conv(layer.attention) makes a kernel that has it"
+        )
+    _, out, channels = kernel.shape
+    dense = kernel.new_zeros(math.prod(where.kernel), out, channels)
+    dense.index_add_(0, torch.tensor([known[point] for point in points], device=kernel.device), kernel)
+    # (taps, groups, out, groups, in): what lies between groups has to be zero
+    by_group = dense.unflatten(2, (groups, -1)).unflatten(1, (groups, -1))
+    within = torch.eye(groups, dtype=torch.bool, device=kernel.device)[:, None, :, None]
+    if bool(by_group.masked_fill(within, 0.0).any()):
+        groups, by_group = 1, dense[:, None, :, None]
+    one = torch.arange(groups, device=kernel.device)
+    # advanced indices come first: (groups, taps, out, in)
+    weight = by_group[:, one, :, one].movedim(1, -1).flatten(0, 1).unflatten(-1, where.kernel)
+    padding: Any = "same" if where.same else tuple(low for low, _ in where.padding)
+    conv = CONVOLUTIONS[where.axes - 1](
+        channels, out, where.kernel, where.stride, padding, where.dilation, groups, bias is not None, where.mode
+    ).to(kernel.device, kernel.dtype)
+    with torch.no_grad():
+        conv.weight.copy_(weight)
+        if bias is not None:
+            conv.bias.copy_(bias)
+    return conv
