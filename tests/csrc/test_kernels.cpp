@@ -12,6 +12,7 @@
 #include "observe.hpp"
 #include "orthonormal.hpp"
 #include "sort.hpp"
+#include "windows.hpp"
 
 using namespace polyhead;
 using naive::Answer;
@@ -241,6 +242,12 @@ void test_short() {
     }
 }
 
+void test_grid() {
+    std::string wrong = windows::test<float>(instruction_sets(), generator);
+    if (wrong.empty()) wrong = windows::test<double>(instruction_sets(), generator);
+    if (!wrong.empty()) fail("windows of a grid: " + wrong);
+}
+
 void test_stiefel() {
     for (const Kernels *kernels : instruction_sets()) {
         std::string wrong = orthonormal::test<float>(*kernels, generator);
@@ -275,6 +282,7 @@ int main() {
     test_sort_refuses();
     test_observe();
     test_short();
+    test_grid();
     test_stiefel();
     for (const Graph &graph : graphs) {
         test_sort(graph);

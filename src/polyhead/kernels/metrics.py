@@ -19,6 +19,7 @@ from polyhead.kernels.call import Call
 from polyhead.kernels.reference import scores, weights
 from polyhead.kernels.tiles import Bounds
 from polyhead.neighbourhood import Dense, Graph
+from polyhead.neighbourhood.grid import numbers
 
 # Numbers in one block of weights: a million of fp32 are 4 MB. Fewer cost more time, more only memory.
 BLOCK = 1 << 20
@@ -235,6 +236,44 @@ def cells(items: int, number: int, like: Tensor) -> Float[Tensor, "items cells"]
     group = item * number // max(items, 1)
     average[item, group] = 1 / group.bincount(minlength=number).clamp(min=1).to(like.dtype)[group]
     return average
+
+
+def around(
+    part: Part,
+    at: Int[Tensor, "all_queries axes"],
+    sizes: tuple[int, ...],
+    special: int,
+    reach: tuple[int, ...],
+) -> Float[Tensor, "... heads *window"]:
+    """The weights by where the key stands from the query, on a grid, averaged over the queries.
+
+    Args:
+        part: what is looked at; its queries have a point each.
+        at: where the attention's queries stand among the keys.
+        sizes: the keys' grid.
+        special: so many keys in front stand nowhere.
+        reach: how far to either side, along each axis.
+    """
+    device = part.call.q.device
+    steps = torch.cartesian_prod(*(torch.arange(-n, n + 1, device=device) for n in reach)).view(-1, len(reach))
+    last = torch.tensor(sizes, device=device)
+    offset = part.call.sizes.keys - part.call.sizes.queries
+
+    def by_step(p: Tensor, query: Tensor, key: Tensor, columns: slice) -> Tensor:
+        # (rows, window, axes)
+        point = at[query[:, 0] - offset][:, None] + steps
+        there = ((point >= 0) & (point < last)).all(-1)
+        number = torch.where(there, numbers(point, sizes) + special, part.call.sizes.keys)
+        # a column of zeros stands for all keys that are not looked at
+        column = torch.full((part.call.sizes.keys + 1,), p.shape[-1], device=device)
+        column[key] = torch.arange(len(key), device=device)
+        wide = torch.nn.functional.pad(p, (0, 1))
+        return wide.gather(-1, column[number].expand(*p.shape[:-1], -1)).sum(-2)
+
+    total = _room(part, (*part.shape[:-2], len(steps)))
+    for _, answer in _blocks(part, by_step):
+        total = total + answer
+    return (total / max(1, part.shape[-2])).unflatten(-1, [2 * n + 1 for n in reach])
 
 
 def diversity(part: Part) -> Float[Tensor, "... heads heads"]:

@@ -22,8 +22,9 @@ class Pairs:
     name = "pairs"
 
     def refuses(self, call: Call) -> str | None:
-        if type(call.over) is not Grid or call.over.window is None:
-            return f"it is for windows of a grid, and over is {type(call.over).__name__}"
+        assert isinstance(call.over, Grid)
+        if call.over.window is None:
+            return "there is no window: the pairs are all that there are"
         if type(call.score) is Dot:
             return "dot products are quicker many at a time"
         if call.bias is not None:

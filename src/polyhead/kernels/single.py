@@ -20,8 +20,7 @@ class Single:
     name = "single"
 
     def refuses(self, call: Call) -> str | None:
-        if type(call.over) is not Offsets:
-            return f"it is for one key a query, and over is {type(call.over).__name__}"
+        assert isinstance(call.over, Offsets)
         if call.over.several > 1:
             return f"each head sees {call.over.several} points"
         if call.bias is not None:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from polyhead._torch import missing, native, numbers_hidden
@@ -166,6 +166,7 @@ class _Scores:
         bias = call.bias
         self.bias = None if bias is None else bias.expand(*batch, *bias.shape[-3:])[at].reshape(bias.shape[-3:])
         self.room = torch.empty(0)
+        self._last: tuple[Any, Tensor] | None = None
 
     def blocks(self) -> Iterator[_Block]:
         """All scores that are not known to be -inf; a block is lost with the next."""
@@ -199,9 +200,17 @@ class _Scores:
             bias = self.bias if self.bias.shape[-1] == 1 else self.bias[..., columns]
             s += chosen(chosen(bias, -3, head), -2, self.queries[rows])
         if not self.over.exact:
-            allowed = self.over.allows(head[:, None, None], position, key)
-            s.masked_fill_(~allowed.reshape(allowed.shape[-3:]), -torch.inf)
+            s.masked_fill_(self._hidden(head, rows, columns), -torch.inf)
         return s
+
+    def _hidden(self, head: Int[Tensor, " heads"], rows: slice, columns: slice) -> Bool[Tensor, "#heads rows columns"]:
+        """Which pairs of a block are not allowed; heads that see the same keys, one after the other, share it."""
+        known = (rows, columns, tuple(head.tolist()) if self.over.by_head else None)
+        if self._last is None or self._last[0] != known:
+            key = torch.arange(columns.start, columns.stop)
+            allowed = self.over.allows(head[:, None, None], self.position[rows, None], key)
+            self._last = known, ~allowed.reshape(allowed.shape[-3:])
+        return self._last[1]
 
 
 def _scan(scores: _Scores, found: Observed) -> None:

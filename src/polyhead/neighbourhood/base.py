@@ -34,6 +34,8 @@ class Neighbourhood(ABC):
     """Whether a pair is allowed exactly when its key lies in `interval`."""
     full: bool = False
     """Whether everyone may attend to everyone."""
+    by_head: bool = False
+    """Whether heads see different keys."""
     tensors: ClassVar[tuple[str, ...]] = ()
     """The attributes that are tensors, or None: what vmap and export carry along, and a view watches for changes."""
 
@@ -116,7 +118,7 @@ class Neighbourhood(ABC):
         fields = ", ".join(
             f"{name}={_brief(value)}"
             for name, value in vars(self).items()
-            if name not in ("exact", "full") and name[0] != "_"
+            if name not in ("exact", "full", "by_head") and name[0] != "_"
         )
         return f"{type(self).__name__}({fields})"
 
@@ -171,6 +173,7 @@ class Mask(Neighbourhood):
             )
         # always with the axis of the heads, so that an axis more is a batch's
         self.keep = keep[None] if keep.dim() == 2 else keep
+        self.by_head = self.keep.shape[-3] > 1
         self._pairs = keep.dim() == 2
 
     def check(self, sizes: Sizes) -> None:
@@ -231,6 +234,7 @@ class Both(Neighbourhood):
     def __init__(self, *parts: Neighbourhood) -> None:
         self.parts = parts
         self.exact = all(part.exact for part in parts)
+        self.by_head = any(part.by_head for part in parts)
 
     @property
     def grid(self) -> Lattice | None:
@@ -283,6 +287,7 @@ class Rows(Neighbourhood):
 
     def __init__(self, over: Neighbourhood, batch: tuple[int, ...], rows: tuple[slice, ...]) -> None:
         self.over, self.batch, self.at, self.exact = over, batch, rows, over.exact
+        self.by_head = over.by_head
 
     @property
     def grid(self) -> Lattice | None:

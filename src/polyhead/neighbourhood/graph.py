@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from polyhead._torch import numbers_hidden
-from polyhead.neighbourhood.base import Mask, Neighbourhood, Sizes, neighbourhood, parts
+from polyhead.neighbourhood.base import Neighbourhood, Sizes, neighbourhood, parts
 from polyhead.neighbourhood.order import order
 
 
@@ -107,7 +107,7 @@ class Graph(Neighbourhood):
         """The edges that the other allows too."""
         source, destination = self.edge_index
         other = other.within(self.sources == self.destinations)
-        if any(isinstance(part, Mask) and part.keep.shape[-3] > 1 for part in parts(other)):
+        if other.by_head:
             raise ValueError(
                 f"Graph: {other!r} differs from head to head, but the edges of a graph are the same for all"
             )

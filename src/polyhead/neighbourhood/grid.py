@@ -149,12 +149,18 @@ class Grid(_OnLattice):
         return torch.stack([distance, *reversed(axes)], -1)
 
     def allows(self, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        stride = torch.tensor(self.stride, device=key.device)
-        apart = points(key, self.sizes) - points(self._number(query), self.outputs) * stride
         if self.window is None:
-            return torch.ones(apart.shape[:-1], dtype=torch.bool, device=key.device)
-        step, reach = (torch.tensor(n, device=key.device) for n in (self.dilation, self.reach))
-        return ((apart.abs() <= reach * step) & (apart % step == 0)).all(-1)
+            return torch.ones(torch.broadcast_shapes(query.shape, key.shape), dtype=torch.bool, device=key.device)
+        # small numbers, an axis at a time: what is made here is of queries x keys
+        at, there = points(self._number(query), self.outputs).int(), points(key, self.sizes).int()
+        allowed: Tensor | None = None
+        for axis, (stride, reach, step) in enumerate(zip(self.stride, self.reach, self.dilation, strict=True)):
+            apart = there[..., axis] - at[..., axis] * stride
+            near = apart.abs() <= reach * step
+            near = near if step == 1 else near & (apart % step == 0)
+            allowed = near if allowed is None else allowed & near
+        assert allowed is not None
+        return allowed
 
     def interval(self, queries: int, keys: int, device: torch.device) -> Interval:
         if self.window is None:
@@ -224,6 +230,7 @@ class Offsets(_OnLattice):
             raise ValueError(f"Offsets: padding is {padding!r}; it must be one of {', '.join(map(repr, PADDINGS))}")
         self.padding = padding
         self.heads, self.several = len(given), 1 if given.dim() == 2 else given.shape[1]
+        self.by_head = self.heads > 1
         # of each head and query the keys' numbers, -1 for none
         self.index: Int[Tensor, "heads queries several"] = self._index(
             given.reshape(self.heads, 1, -1, len(self.sizes))

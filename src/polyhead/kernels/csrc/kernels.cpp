@@ -3,6 +3,7 @@
 #include "forward.hpp"
 #include "gather.hpp"
 #include "gradients.hpp"
+#include "grid_backward.hpp"
 #include "observe.hpp"
 #include "short.hpp"
 #include "stiefel.hpp"
@@ -25,6 +26,8 @@ const Kernels kernels = {
     [](const Short &s, const ShortGradients &g) {
         return s.wide ? short_backward<double>(s, g) : short_backward<float>(s, g);
     },
+    [](const Grid &g) { return g.wide ? grid_forward<double>(g) : grid_forward<float>(g); },
+    [](const Grid &g, const GridGradients &d) { return g.wide ? grid_backward<double>(g, d) : grid_backward<float>(g, d); },
     [](const Thin &t) { thin(t); },
     [](const StiefelStep &s) { return s.wide ? stiefel_step<double>(s) : stiefel_step<float>(s); },
     [](const Pieces &x) { return x.wide ? finite_numbers<double>(x) : finite_numbers<float>(x); },

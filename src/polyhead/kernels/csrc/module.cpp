@@ -116,6 +116,33 @@ void short_backward(bool wide, const Sizes &sizes, const Axes &q, const Axes &k,
     check(kernels_in_use().short_backward(s, g));
 }
 
+// sizes: batch, heads, key heads, dim, width; window: of each axis its points, reach and step
+Grid grid_of(bool wide, const Sizes &n, const Sizes &window, const Axes &q, const Axes &k, const Axes &v, const Axes &out_,
+             Pointer lse, Pointer table, double scale, double dropout, int64_t threshold, int32_t seed, int threads) {
+    const int64_t axes = int64_t(window.size()) / 3;
+    return {wide, n.at(0), n.at(1), n.at(2), n.at(3), n.at(4), axes, window.data(), window.data() + axes,
+            window.data() + 2 * axes, strided(q), strided(k), strided(v), strided(out_), out(lse), in(table), scale, dropout,
+            threshold, seed, threads};
+}
+
+void grid_forward(bool wide, const Sizes &sizes, const Sizes &window, const Axes &q, const Axes &k, const Axes &v,
+                  const Axes &out_, Pointer lse, Pointer table, double scale, double dropout, int64_t threshold, int32_t seed,
+                  int threads) {
+    const Grid g = grid_of(wide, sizes, window, q, k, v, out_, lse, table, scale, dropout, threshold, seed, threads);
+    nb::gil_scoped_release free;
+    check(kernels_in_use().grid_forward(g));
+}
+
+void grid_backward(bool wide, const Sizes &sizes, const Sizes &window, const Axes &q, const Axes &k, const Axes &v,
+                   const Axes &out_, Pointer lse, Pointer table, double scale, double dropout, int64_t threshold, int32_t seed,
+                   int threads, const Axes &d_out, Pointer d_lse, const Axes &dq, const Axes &dk, const Axes &dv,
+                   Pointer d_table) {
+    const Grid g = grid_of(wide, sizes, window, q, k, v, out_, lse, table, scale, dropout, threshold, seed, threads);
+    const GridGradients gradients{strided(d_out), in(d_lse), strided(dq), strided(dk), strided(dv), out(d_table)};
+    nb::gil_scoped_release free;
+    check(kernels_in_use().grid_backward(g, gradients));
+}
+
 void thin(int64_t vectors, int64_t rows, int64_t columns, Pointer x, Pointer matrix, Pointer bias, Pointer out_, int threads) {
     nb::gil_scoped_release free;
     kernels_in_use().thin({vectors, rows, columns, in<float>(x), in<float>(matrix), in<float>(bias), out_float(out_), threads});
@@ -202,6 +229,11 @@ NB_MODULE(_native, m) {
           "rows"_a, "scale"_a, "dropout"_a, "threshold"_a, "seed"_a, "threads"_a);
     m.def("short_backward", &short_backward, "double"_a, "sizes"_a, "q"_a, "k"_a, "v"_a, "d_out"_a, "lse"_a, "first"_a,
           "stop"_a, "rows"_a, "scale"_a, "dropout"_a, "threshold"_a, "seed"_a, "threads"_a, "d_lse"_a, "dq"_a, "dk"_a, "dv"_a);
+    m.def("grid_forward", &grid_forward, "double"_a, "sizes"_a, "window"_a, "q"_a, "k"_a, "v"_a, "out"_a, "lse"_a, "table"_a,
+          "scale"_a, "dropout"_a, "threshold"_a, "seed"_a, "threads"_a);
+    m.def("grid_backward", &grid_backward, "double"_a, "sizes"_a, "window"_a, "q"_a, "k"_a, "v"_a, "out"_a, "lse"_a, "table"_a,
+          "scale"_a, "dropout"_a, "threshold"_a, "seed"_a, "threads"_a, "d_out"_a, "d_lse"_a, "dq"_a, "dk"_a, "dv"_a,
+          "d_table"_a);
     m.def("thin", &thin, "vectors"_a, "rows"_a, "columns"_a, "x"_a, "matrix"_a, "bias"_a, "out"_a, "threads"_a);
     m.def("stiefel_step", &stiefel_step, "double"_a, "count"_a, "n"_a, "k"_a, "x"_a, "x_strides"_a, "g"_a, "g_strides"_a,
           "first"_a, "first_strides"_a, "second"_a, "second_strides"_a, "canonical"_a, "copies"_a, "tangent"_a, "transport"_a,

@@ -90,6 +90,28 @@ struct ShortGradients {
     Strided dq, dk, dv;
 };
 
+// Attention over the windows of a grid of points, of which the keys and the queries are all.
+struct Grid {
+    bool wide;
+    int64_t batch, heads, key_heads, dim, width;
+    int64_t axes;                            // two or more
+    const int64_t *sizes, *reach, *steps;    // of each axis: points, neighbours to each side, and how far these are apart
+    Strided q, k, v, out;
+    void *lse;                               // (batch, heads, points)
+    const void *table;                       // (heads, offsets of a window): added to the scores; or null
+    double scale, dropout;
+    int64_t threshold;
+    int32_t seed;
+    int threads;
+};
+
+struct GridGradients {
+    Strided d_out;
+    const void *d_lse;  // as lse, or null
+    Strided dq, dk, dv;
+    void *d_table;      // where there is a table
+};
+
 // out (vectors, rows) = x (vectors, columns) · matrixᵀ (rows, columns) + bias (rows)
 struct Thin {
     int64_t vectors, rows, columns;
@@ -138,6 +160,8 @@ struct Kernels {
     void (*observe)(const Observation &);
     bool (*short_forward)(const Short &);
     bool (*short_backward)(const Short &, const ShortGradients &);
+    bool (*grid_forward)(const Grid &);
+    bool (*grid_backward)(const Grid &, const GridGradients &);
     void (*thin)(const Thin &);
     bool (*stiefel_step)(const StiefelStep &);
     bool (*finite)(const Pieces &);
