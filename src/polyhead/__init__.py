@@ -3,14 +3,14 @@
 from polyhead import optim
 from polyhead.attend import Explanation, attend, attention_weights, explain
 from polyhead.heads import Heads
-from polyhead.inspection import capture, report
+from polyhead.inspection import capture, report, self_dominance
 from polyhead.manifold import Euclidean, Manifold, Stiefel
-from polyhead.neighbourhood import Causal, Dense, Graph, Mask, Neighbourhood, Padding, Segments, Window
-from polyhead.nn import KeyValueCache, MultiHeadAttention
-from polyhead.position import ALiBi, Position, RelativeBias, Rotary, Stretch
+from polyhead.neighbourhood import Causal, Dense, Graph, Grid, Mask, Neighbourhood, Offsets, Padding, Segments, Window
+from polyhead.nn import KeyValueCache, MultiHeadAttention, from_conv, to_conv
+from polyhead.position import ALiBi, Position, QuadraticOffset, RelativeBias, Rotary, Stretch
 from polyhead.score import GAT, Dot, GATv2, Score
 
-__version__ = "0.5.0"
+__version__ = "0.6.0"
 
 __all__ = [
     "GAT",
@@ -22,14 +22,17 @@ __all__ = [
     "Explanation",
     "GATv2",
     "Graph",
+    "Grid",
     "Heads",
     "KeyValueCache",
     "Manifold",
     "Mask",
     "MultiHeadAttention",
     "Neighbourhood",
+    "Offsets",
     "Padding",
     "Position",
+    "QuadraticOffset",
     "RelativeBias",
     "Rotary",
     "Score",
@@ -41,6 +44,9 @@ __all__ = [
     "attention_weights",
     "capture",
     "explain",
+    "from_conv",
     "optim",
     "report",
+    "self_dominance",
+    "to_conv",
 ]

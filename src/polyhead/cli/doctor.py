@@ -14,7 +14,7 @@ from polyhead._torch import missing, native
 from polyhead.models.pretrained import DEFAULT
 
 # What else the package works with, where it is installed.
-_OPTIONAL = ("matplotlib", "rich", "safetensors", "tokenizers", "torch_geometric", "transformers")
+_OPTIONAL = ("matplotlib", "pillow", "rich", "safetensors", "tokenizers", "torch_geometric", "transformers")
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -47,7 +47,7 @@ def facts() -> dict[str, str]:
 def _kernels() -> dict[str, str]:
     if native is None:
         return {
-            "C++ kernels": f"no ({missing}). Graphs take the portable path, which is slower; to have them, install a C++ "
+            "C++ kernels": f"no ({missing}). Graphs and images take portable paths, which are slower; to have them, install a C++ "
             "compiler, then polyhead again"
         }
     return {

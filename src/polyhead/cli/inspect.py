@@ -1,4 +1,4 @@
-"""`polyhead inspect`: what the heads of a model do in a text, as a page and as one screen of findings."""
+"""`polyhead inspect`: what the heads of a model do in a text or an image, as a page and as one screen of findings."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from polyhead.cli.inspect_image import inspect_image
 from polyhead.inspection import corpus, effect, findings
 from polyhead.inspection.capture import NOTHING_SEEN, Seen, capture
 from polyhead.inspection.find import Subject, find
@@ -35,9 +36,11 @@ _ROWS = 20
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Declare the subcommand."""
-    parser = commands.add_parser("inspect", help="show what the heads of a model do in a text")
+    parser = commands.add_parser("inspect", help="show what the heads of a model do in a text or an image")
     parser.add_argument("text", nargs="?", help="the text to read")
     parser.add_argument("--file", type=Path, metavar="F", help="read the text from a file")
+    parser.add_argument("--image", type=Path, metavar="F", help="show an image in place of a text; needs --model")
+    parser.add_argument("--at", metavar="ROW,COLUMN", help="the patch of the image that the page shows first")
     parser.add_argument(
         "--model",
         metavar="M",
@@ -76,6 +79,21 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _inspect(arguments: argparse.Namespace, busy: Console, console: Console) -> None:
+    if arguments.image is not None and (arguments.text is not None or arguments.file is not None):
+        raise ValueError("image: pass a text or --image F, not both")
+    if arguments.image is None and arguments.at is not None:
+        raise ValueError("at: it is a patch of an image; pass --image F too")
+    if arguments.image is None:
+        _inspect_text(arguments, busy, console)
+    else:
+        _check_out(arguments.out)
+        inspect_image(arguments, busy, console)
+    console.print(f"\nThe page: {arguments.out}", soft_wrap=True)
+    if arguments.open:
+        webbrowser.open(arguments.out.resolve().as_uri())
+
+
+def _inspect_text(arguments: argparse.Namespace, busy: Console, console: Console) -> None:
     written = _text(arguments)
     _check_out(arguments.out)
     with busy.status("Loading the model …"):
@@ -110,14 +128,11 @@ def _inspect(arguments: argparse.Namespace, busy: Console, console: Console) -> 
             notes=[*notes, *told, *([] if rest is None else [str(rest)])], roles={role.name: role.meaning for role in ROLES},
         )  # fmt: skip
     _print(console, arguments, seen, text, found, sentence, rest, notes)
-    console.print(f"\nThe page: {arguments.out}", soft_wrap=True)
-    if arguments.open:
-        webbrowser.open(arguments.out.resolve().as_uri())
 
 
 def _text(arguments: argparse.Namespace) -> str:
     if arguments.text is None and arguments.file is None:
-        raise ValueError('text: pass a text, polyhead inspect "…", or a file, --file F')
+        raise ValueError('text: pass a text, polyhead inspect "…", a file, --file F, or an image, --image F')
     if arguments.text is not None and arguments.file is not None:
         raise ValueError("text: pass a text or --file F, not both")
     text = arguments.text if arguments.file is None else _read(arguments.file)

@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 from polyhead.heads.origin import WATCHED, WEIGHTS_NEED, Origin, versions
 from polyhead.heads.parts import Index, chosen, narrowed, one, pick
+from polyhead.heads.points import At, averaged_around, drawn_around, drawn_from, points_of
 from polyhead.heads.tensor import AsTensor
 from polyhead.kernels import Call, metrics
 from polyhead.kernels.ask import AnyPart, Place, Question, answers, mass_question
@@ -222,19 +223,63 @@ class Heads(AsTensor):
         answer = metrics.agreement(call, chosen)
         return answer if self._part.heads is None else answer.index_select(-1, self._part.heads)
 
+    def around(
+        self, reach: int | Sequence[int], grid: Sequence[int] | None = None
+    ) -> Float[Tensor, "... heads *window"]:
+        """On a grid: the weights by where the key stands from the query, `(..., heads, 2·reach + 1, …)`, an axis for each of the grid's.
+
+        The average over all queries: where a key lies beyond the border for some, these have nothing there. It shows the taps of
+        a convolution, or that a head has none. Special tokens do not count.
+
+        Args:
+            reach: how many points to either side: a number, or one an axis.
+            grid: where the neighbourhood is no `Grid`: the sizes of the grid that fills the last keys; those before are special tokens.
+        """
+        part = self._fresh()
+        return averaged_around(part, points_of(part, grid), reach)
+
     # pictures
 
-    def plot(self, *, batch: int = 0, tokens: Sequence[str] | None = None, size: int = 256) -> Figure:
-        """A heat-map for each head, as a matplotlib Figure (`pip install polyhead[plot]`).
+    def plot(
+        self,
+        *,
+        batch: int = 0,
+        tokens: Sequence[str] | None = None,
+        size: int = 256,
+        image: Any = None,
+        at: At | None = None,
+        grid: Sequence[int] | None = None,
+        around: int | Sequence[int] | None = None,
+    ) -> Figure:
+        """A picture of each head, as a matplotlib Figure (`pip install polyhead[plot]`).
+
+        `plot()` draws heat-maps, queries x keys. On a grid of rows and columns there are two more: `plot(image=photo, at=(3, 5))`
+        lays over the image where one query looks, and `plot(around=2)` draws `around(2)`.
 
         Args:
             batch: which row of the batch.
-            tokens: names for the keys (and for as many queries).
+            tokens: names for the keys (and for as many queries) of heat-maps.
             size: a longer sequence is averaged to as many cells.
+            image: what the points are of, in any size: (channels, height, width), (height, width, channels) or (height, width); of
+                bytes, of floats from 0 to 1, or of any floats, whose range is then shown whole.
+            at: the query: its row and column, or its number, such as 0 for [CLS]; the one in the middle unless given. Without an
+                image the weights are drawn alone.
+            grid: as in `around`: for attention that does not say where its items stand.
+            around: how far around the queries to look.
         """
-        return plot(
-            self._row_maps(batch, size), self._part.numbers("heads").tolist(), tokens, self._extent(), self._measure()
-        )
+        measure = self._measure()
+        if around is None and image is None and at is None and grid is None:
+            numbers = self._part.numbers("heads").tolist()
+            return plot(self._row_maps(batch, size), numbers, tokens, self._extent(), measure)
+        if tokens is not None or (around is not None and (image is not None or at is not None)):
+            raise ValueError(
+                "plot: tokens are for heat-maps, image and at for one query, around for all; pass one of these"
+            )
+        part = self.row(batch)._part
+        points = points_of(part, grid)
+        if around is not None:
+            return drawn_around(part, points, around, measure)
+        return drawn_from(part, points, at, image, measure)
 
     def _repr_html_(self) -> str:
         if not self.shape.numel():

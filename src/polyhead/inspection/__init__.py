@@ -4,6 +4,7 @@ from polyhead.inspection.capture import Captured, Seen, capture
 from polyhead.inspection.kept import METRICS, Kept
 from polyhead.inspection.report import Page, report
 from polyhead.inspection.rollout import rollout
+from polyhead.inspection.self_dominance import SelfDominance, self_dominance
 from polyhead.inspection.subspaces import Variance, captured_variance, principal_angles, subspaces
 from polyhead.inspection.words import Text
 
@@ -13,6 +14,7 @@ __all__ = [
     "Kept",
     "Page",
     "Seen",
+    "SelfDominance",
     "Text",
     "Variance",
     "capture",
@@ -20,5 +22,6 @@ __all__ = [
     "principal_angles",
     "report",
     "rollout",
+    "self_dominance",
     "subspaces",
 ]

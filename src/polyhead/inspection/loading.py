@@ -54,19 +54,41 @@ def _kind(folder: Path) -> str | None:
 
 
 def _of_transformers(name: str) -> Loaded:
+    """A text model that transformers reads."""
+    model = of_transformers(name)
+    tokenizer = beside(name, files.TOKENIZER)
+    if tokenizer is None:
+        raise ValueError(f"model: {name!r} has no {files.TOKENIZER}; a text is read with one (an image with --image F)")
+    return Loaded(model, Tokenizer(tokenizer), name)
+
+
+def of_transformers(name: str) -> nn.Module:
     """A model that transformers reads: from a folder, or by an id, from its cache or the net."""
     try:
-        transformers: Any = importlib.import_module("transformers")
-    except ImportError as error:
-        raise ImportError(f"model: {name!r} is read with transformers: pip install transformers") from error
-    try:
         # safetensors only: a pickle can run code
-        model = transformers.AutoModel.from_pretrained(name, use_safetensors=True)
-        path = Path(name)
-        tokenizer = path / files.TOKENIZER if path.is_dir() else transformers.utils.cached_file(name, files.TOKENIZER)
+        model: nn.Module = _transformers(name).AutoModel.from_pretrained(name, use_safetensors=True)
     except (OSError, ValueError) as error:
         first = str(error).strip().splitlines()[0]
         raise ValueError(
             f"model: {name!r} is no folder and no installed package, and transformers says: {first}"
         ) from error
-    return Loaded(model.eval(), Tokenizer(tokenizer), name)
+    return model.eval()
+
+
+def beside(name: str, file: str) -> Path | None:
+    """A file of a model that transformers reads; None where there is none."""
+    folder = Path(name)
+    if folder.is_dir():
+        return folder / file if (folder / file).is_file() else None
+    try:
+        found = _transformers(name).utils.cached_file(name, file)
+    except (OSError, ValueError):
+        return None
+    return None if found is None else Path(found)
+
+
+def _transformers(name: str) -> Any:
+    try:
+        return importlib.import_module("transformers")
+    except ImportError as error:
+        raise ImportError(f"model: {name!r} is read with transformers: pip install transformers") from error

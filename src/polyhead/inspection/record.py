@@ -14,6 +14,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from polyhead.heads import Heads
+from polyhead.inspection import imaged
+from polyhead.inspection.imaged import Imaged
 from polyhead.inspection.words import Text
 from polyhead.kernels.edge_metrics import EdgePart
 from polyhead.kernels.reference import scores
@@ -46,6 +48,8 @@ class Layer(NamedTuple):
     interval: bool
     rows: Text | None
     columns: Text | None
+    # where items stand on the page's image, if they do
+    image: Imaged | None = None
 
     @property
     def graph(self) -> bool:
@@ -62,7 +66,7 @@ class Layer(NamedTuple):
     @property
     def whole(self) -> bool:
         """Whether every weight is on the page."""
-        return not self.graph and max(self.sizes) <= WHOLE
+        return not self.graph and self.image is None and max(self.sizes) <= WHOLE
 
     @property
     def plain(self) -> bool:
@@ -102,7 +106,14 @@ def _one_row(x: Tensor, axes: int) -> Tensor:
     return x.float() if x.is_floating_point() else x
 
 
-def layer_of(number: int, name: str, heads: Heads, batch: int, texts: tuple[Text | None, Text | None]) -> Layer:
+def layer_of(
+    number: int,
+    name: str,
+    heads: Heads,
+    batch: int,
+    texts: tuple[Text | None, Text | None],
+    image: Imaged | None = None,
+) -> Layer:
     """A layer of a page, on copies that nothing changes any more."""
     lasting = heads.cpu()
     part = lasting._part
@@ -114,7 +125,7 @@ def layer_of(number: int, name: str, heads: Heads, batch: int, texts: tuple[Text
     if 0 in part.shape or 0 in (len(part.numbers("queries")), len(part.numbers("keys"))):
         raise ValueError(f"heads: {name!r} has the shape {tuple(part.shape)}; there is nothing to show")
     view = lasting.row(batch)
-    return Layer(number, name, view, part.call.over.exact, *texts)
+    return Layer(number, name, view, part.call.over.exact, *texts, image)
 
 
 class Blobs:
@@ -135,7 +146,13 @@ def layers_record(layers: Sequence[Layer], first: Iterable[Pair], blobs: Blobs) 
     number = sum(len(layer.heads) for layer in layers)
     fitting = [size for size in (256, 192, 128, 96, 64, 48) if 2 * number * size * size <= MAPS]
     size = fitting[0] if fitting else 32
-    records = [_graph(layer, blobs) if layer.graph else _sequence(layer, size, blobs) for layer in layers]
+    on_image = sum(len(layer.heads) for layer in layers if layer.image is not None)
+    records = [
+        _graph(layer, blobs) if layer.graph
+        else _on_image(layer, layer.image, on_image, blobs) if layer.image is not None
+        else _sequence(layer, size, blobs)
+        for layer in layers
+    ]  # fmt: skip
     _keep_exact(layers, records, first, blobs)
     return records
 
@@ -244,15 +261,16 @@ def _whole(layer: Layer, arrays: Json, blobs: Blobs) -> None:
 
 def _keep_exact(layers: Sequence[Layer], records: list[Json], first: Iterable[Pair], blobs: Blobs) -> None:
     """Add q, k and lse of as many heads as fit, and the strongest pairs of the others."""
-    ranked = [(layer.number, head) for layer in layers if not layer.graph for head in layer.heads]
+    texts = [layer for layer in layers if not layer.graph and layer.image is None]
+    ranked = [(layer.number, head) for layer in texts for head in layer.heads]
     ranked.sort(key=lambda pair: -telling(records[pair[0]], pair[1]))
-    long = [layer for layer in layers if not layer.graph and not layer.whole]
+    long = [layer for layer in texts if not layer.whole]
     # a pair takes four bytes, six where the keys are very many
     most = PAIRS // max(1, 6 * sum(len(layer.heads) * layer.sizes[0] for layer in long))
     left, pairs = EXACT, PAIRS
     for number, head in dict.fromkeys([*first, *ranked]):
         layer, record = layers[number], records[number]
-        if layer.graph:
+        if layer not in texts:
             continue
         measured, place = record["measured"], layer.heads.index(head)
         kept = _exact(layer, place, measured, left)
@@ -267,7 +285,7 @@ def _keep_exact(layers: Sequence[Layer], records: list[Json], first: Iterable[Pa
         record["exact"][str(head)] = {name: blobs.add(*array) for name, array in (kept or {}).items()}
     for layer, record in zip(layers, records, strict=True):
         record.pop("measured", None)
-        if layer.plain:
+        if layer.plain and layer.image is None:
             record["arrays"]["reach"] = blobs.add(_reach(layer), "i4")
 
 
@@ -338,6 +356,14 @@ def _graph(layer: Layer, blobs: Blobs) -> Json:
     arrays["edges"] = blobs.add(pairs, "u4")
     arrays["weights"] = blobs.add(weights, "f4" if weights.numel() <= EDGES else "f2")
     arrays["moved"] = blobs.add(layer.moved(), "f4" if weights.numel() <= EDGES else "f2")
+    return record
+
+
+def _on_image(layer: Layer, image: Imaged, all_heads: int, blobs: Blobs) -> Json:
+    record = _common(layer, imaged.stats(layer.view, image))
+    record.update(queries=image.queries, keys=image.keys, image=image.record())
+    record["arrays"]["moved"] = blobs.add(imaged.moved(layer.moved(), image), "f4")
+    record["arrays"]["seen"] = blobs.add(*imaged.weights(layer.view, image, all_heads))
     return record
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from polyhead.heads import Heads
+from polyhead.inspection.imaged import coarse, embedded, imaged
 from polyhead.inspection.record import EDGES, Blobs, Layer, layer_of, layers_record, telling
 from polyhead.inspection.roles import Card
 from polyhead.inspection.words import Text
@@ -23,7 +24,7 @@ Readable = Any
 # In the order in which they are joined: each uses what stands before it.
 _SCRIPTS = (
     "data.js", "colour.js", "state.js", "levels.js", "draw.js", "mosaic.js", "sentence.js", "heat.js", "head.js", "how.js",
-    "vectors.js", "graph.js", "export.js", "keys.js", "main.js",
+    "vectors.js", "graph.js", "image.js", "export.js", "keys.js", "main.js",
 )  # fmt: skip
 
 
@@ -68,6 +69,9 @@ def report(
     notes: Iterable[str] = (),
     roles: Mapping[str, str] | None = None,
     batch: int = 0,
+    image: Any = None,
+    grid: Sequence[int] | None = None,
+    at: int | Sequence[int] | None = None,
 ) -> Page:
     """A page that shows these heads, written to `path` where one is given.
 
@@ -83,9 +87,13 @@ def report(
         notes: what a reader has to know besides.
         roles: a sentence of explanation for each role.
         batch: which row of the batch is shown.
+        image: what the model saw, as `Heads.plot` takes it: layers whose items are its points are laid over it, and need no texts.
+        grid: the points' rows and columns, for layers whose neighbourhood is no `Grid`: (14, 14) for 196 patches, before which
+            special tokens such as [CLS] stand.
+        at: the patch that is shown first, (row, column), or the number of a token; the one in the middle unless given.
 
     Raises:
-        ValueError: where there is nothing to show, or where texts, star or cards do not fit the heads.
+        ValueError: where there is nothing to show, or where texts, image, star or cards do not fit the heads.
         OSError: where the path cannot be written; an older file stays as it was.
     """
     if not isinstance(heads, (Heads, Mapping)):
@@ -96,15 +104,22 @@ def report(
     named = {"attention": heads} if isinstance(heads, Heads) else dict(heads)
     if not named:
         raise ValueError("heads: it is empty; there is no attention to show")
+    if image is None and (grid is not None or at is not None):
+        raise ValueError("grid, at: they say where an image's patches are; pass image= too")
     layers = []
     for number, (name, view) in enumerate(named.items()):
         if not isinstance(view, Heads):
             raise ValueError(
                 f"heads: {name!r} is {type(view).__name__}; it must be a Heads (capture without metrics gives them)"
             )
+        over = None if image is None else imaged(view, grid)
+        if over is not None:
+            layers.append(layer_of(number, name, view, batch, over.texts(), over))
+            continue
         given = texts.get(name) if isinstance(texts, Mapping) else texts
         layers.append(layer_of(number, name, view, batch, _fitting(name, view, given)))
     cards, notes = list(cards), list(notes)
+    picture = None if image is None else _image(image, at, layers, notes)
     known = {(layer.number, head) for layer in layers for head in layer.heads}
     if star is not None and star not in known:
         raise ValueError(f"star: there is no L{star[0]}H{star[1]} among {len(layers)} layers")
@@ -126,12 +141,31 @@ def report(
             notes.append(f"{record['name']}: the {EDGES:,} strongest of {record['edges']:,} edges were kept.")
     content = {
         "title": title or "Attention heads", "finding": finding, "star": first[0], "notes": notes,
-        "roles": dict(roles or {}), "cards": [_card(card) for card in cards], **_named_texts(layers, records),
+        "roles": dict(roles or {}), "cards": [_card(card) for card in cards], "image": picture, **_named_texts(layers, records),
     }  # fmt: skip
     page = Page(_joined(content, blobs))
     if path is not None:
         page.write(path)
     return page
+
+
+def _image(image: Any, at: int | Sequence[int] | None, layers: list[Layer], notes: list[str]) -> dict[str, Any]:
+    """The image with the patch that is shown first; where patches are too many, the layers are made to show blocks of them."""
+    over = [(len(layer.heads), layer.image) for layer in layers if layer.image is not None]
+    if not over:
+        raise ValueError(
+            f"image: no layer has a grid of rows and columns; pass grid=(height, width). There are "
+            f"{', '.join(f'{layer.name} {tuple(layer.view.shape)}' for layer in layers[:3])}"
+        )
+    block = coarse(over)
+    if block > 1:
+        notes.append(f"Patches are shown in blocks of {block} x {block}: all of them would not fit on a page.")
+    for number, layer in enumerate(layers):
+        if layer.image is not None and block > 1:
+            shown = layer.image._replace(block=block)
+            rows, columns = shown.texts()
+            layers[number] = layer._replace(image=shown, rows=rows, columns=columns)
+    return {**embedded(image), "first": over[0][1]._replace(block=block).first(at)}
 
 
 def _fitting(name: str, view: Heads, given: Texts | None) -> tuple[Text | None, Text | None]:

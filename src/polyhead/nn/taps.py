@@ -61,44 +61,45 @@ def _largest_score(layer: MultiHeadAttention) -> float:
 
 def taps(layer: MultiHeadAttention) -> Float[Tensor, "heads out in"]:
     """What each head makes of the point that it looks at: W_O W_V, of its own part."""
-    heads = layer.num_heads
-    w_v = layer.v_proj
-    if w_v is None or isinstance(w_v, nn.Identity):
-        values = torch.eye(layer.value_dim, dtype=layer.k_proj.weight.dtype, device=layer.k_proj.weight.device)[None]
-    elif isinstance(w_v, nn.Linear):
-        values = (
-            w_v.weight.detach().unflatten(0, (layer.value_heads, -1)).repeat_interleave(heads // layer.value_heads, 0)
-        )
-    else:
+    w_v, join = layer.v_proj, _join(layer)
+    if isinstance(w_v, nn.Identity):
+        return join
+    if not isinstance(w_v, nn.Linear):
         raise ValueError(f"layer: its v_proj is {type(w_v).__name__}; it must be a plain nn.Linear")
-    if layer.combine == "concat":
-        raise ValueError("layer: it joins its heads' outputs (combine='concat'), and a convolution sums over its taps")
-    if layer.combine == "mean":
-        made = values.expand(heads, -1, -1) / heads
-    else:
-        assert layer.o_proj is not None
-        # (out, heads · dim) -> (heads, out, dim)
-        made = layer.o_proj.weight.detach().unflatten(1, (heads, -1)).movedim(1, 0)
-        made = made if isinstance(w_v, nn.Identity) else made @ values
-    return made if layer.gate is None else made * layer.gate.detach()[:, None, None]
+    return join @ _each(w_v.weight, layer)
 
 
 def bias(layer: MultiHeadAttention) -> Float[Tensor, " out"] | None:
     """What a layer adds to every point of its output."""
     own = layer.o_bias if layer.o_proj is None else layer.o_proj.bias
-    total = None if own is None else own.detach().clone()
     moved = layer.v_proj.bias if isinstance(layer.v_proj, nn.Linear) else None
     if moved is None or not bool(moved.any()):
-        return total
+        return None if own is None else own.detach()
     if layer.sink is not None:
         raise ValueError(
             "layer: v_proj has a bias, which is lost where the sink takes the weight; a convolution has no such bias"
         )
-    by_head = (
-        moved.detach().unflatten(0, (layer.value_heads, -1)).repeat_interleave(layer.num_heads // layer.value_heads, 0)
-    )
-    assert total is not None and layer.o_proj is not None
-    return total + layer.o_proj.weight.detach() @ by_head.flatten()
+    added = (_join(layer) @ _each(moved, layer)[..., None]).sum(0)[:, 0]
+    return added if own is None else own.detach() + added
+
+
+def _join(layer: MultiHeadAttention) -> Float[Tensor, "heads out value_dim"]:
+    """How each head's output enters the layer's."""
+    heads = layer.num_heads
+    if layer.combine == "concat":
+        raise ValueError("layer: it joins its heads' outputs (combine='concat'), and a convolution sums over its taps")
+    if layer.o_proj is None:
+        like = layer.k_proj.weight
+        join = torch.eye(layer.value_dim, dtype=like.dtype, device=like.device).expand(heads, -1, -1) / heads
+    else:
+        # (out, heads · dim) -> (heads, out, dim)
+        join = layer.o_proj.weight.detach().unflatten(1, (heads, -1)).movedim(1, 0)
+    return join if layer.gate is None else join * layer.gate.detach()[:, None, None]
+
+
+def _each(x: Float[Tensor, "value_heads_dim *rest"], layer: MultiHeadAttention) -> Float[Tensor, "heads dim *rest"]:
+    """Each head's own part of W_V or of its bias."""
+    return x.detach().unflatten(0, (layer.value_heads, -1)).repeat_interleave(layer.num_heads // layer.value_heads, 0)
 
 
 def offsets(position: QuadraticOffset, leak: float) -> list[tuple[int, ...]]:

@@ -42,19 +42,21 @@ class Layer {
     this.got = {};
     this.heard = new Map();
     this.whole = "weights" in this.arrays && this.kind !== "graph";
+    // what is drawn of it: a matrix, a neighbourhood, or an overlay on the image
+    this.drawn = this.image ? "image" : this.kind === "graph" ? "graph" : "matrix";
   }
 
   label(place) { return `L${this.number}H${this.heads[place]}`; }
 
   // What the mosaic needs of all heads at once.
   async maps() {
-    const names = this.whole || this.kind === "graph" ? Object.keys(this.arrays) : ["moved", "weight map", "share map"];
+    const names = this.whole || this.drawn !== "matrix" ? Object.keys(this.arrays) : ["moved", "weight map", "share map"];
     await Promise.all(names.filter((name) => this.arrays[name]).map(async (name) => { this.got[name] = await array(this.arrays[name]); }));
   }
 
   // What is known of one head: "whole" (its weights), "exact" (q, k and lse), or "averaged" (a map and the strongest pairs).
   known(place) {
-    return this.whole ? "whole" : this.exact[this.heads[place]]?.q ? "exact" : "averaged";
+    return this.whole || this.image ? "whole" : this.exact[this.heads[place]]?.q ? "exact" : "averaged";
   }
 
   async hear(place) {
@@ -92,6 +94,10 @@ class Layer {
       out.set(this.got.weights.subarray(begin + from, begin + to));
       return out;
     }
+    if (this.image) {
+      for (let j = from; j < to; j++) out[j - from] = this.seen(place, i, j);
+      return out;
+    }
     const head = this.heard.get(place);
     if (head?.q) {
       const { q, k, lse, dim } = head, at = i * dim;
@@ -109,6 +115,12 @@ class Layer {
       }
     }
     return out;
+  }
+
+  // On an image: the weight of a pair. A byte is 255 times its square root.
+  seen(place, i, j) {
+    const all = this.got.seen, w = all[(place * this.queries + i) * this.keys + j];
+    return all instanceof Uint8Array ? (w / 255) ** 2 : w;
   }
 
   // All of one query: its weights, or their shares of what the head moves.

@@ -30,6 +30,7 @@ function cellShapes(data, height, width, x, y, cw, ch) {
 
 function exportHeat() {
   const now = current(), drawing = svg("svg");
+  if (now.of.image) { exportOverlay(); return; }
   if (now.of.kind === "graph") { exportNeighbourhood(); return; }
   const { cells, view } = plot, few = Math.max(cells.height, cells.width) <= 64 && cells.exact;
   const cell = few ? 30 : 480 / Math.max(cells.height, cells.width), left = few ? 110 : 50, top = few ? 110 : 50;
@@ -49,9 +50,9 @@ function exportMosaic() {
   for (const one of tiles) {
     if (one.at !== last || place === one.across) { line++; place = 0; last = one.at; drawing.append(svg("text", { x: 8, y: top + line * step + 36, "font-size": 13, fill: style("--ink") }, `L${one.of.number}`)); }
     const x = left + place * step, y = top + line * step, role = one.cards[0]?.role;
-    if (one.of.kind === "graph") {
+    if (one.of.drawn !== "matrix") {
       const star = document.createElement("canvas");
-      drawStar(canvas(star, size, size), one.of, one.place, size);
+      (one.of.image ? drawGlance : drawStar)(canvas(star, size, size), one.of, one.place, size);
       drawing.append(svg("image", { href: star.toDataURL(), x, y, width: size, height: size }));
     }
     else if (one.shown) drawing.append(...cellShapes(one.shown.data, one.shown.height, one.shown.width, x, y, size / one.shown.width, size / one.shown.height));
@@ -82,10 +83,10 @@ const quoted = (text) => `"${String(text).replaceAll('"', '""')}"`;
 function exportCsv() {
   const now = current();
   if (now.of.kind === "graph") { exportEdges(); return; }
-  const v = now.data ? whole(now) : plot.view;
+  const all = now.data || now.of.image, v = all ? whole(now) : plot.view;
   const r0 = Math.floor(v.r0), r1 = Math.min(now.rows.length, Math.ceil(v.r1)), c0 = Math.floor(v.c0), c1 = Math.min(now.cols.length, Math.ceil(v.c1));
-  const part = now.data ? "" : `-rows-${r0}-${r1 - 1}-columns-${c0}-${c1 - 1}`;
-  if (!now.data && !plot.cells.exact) {
+  const part = all ? "" : `-rows-${r0}-${r1 - 1}-columns-${c0}-${c1 - 1}`;
+  if (!all && !plot.cells.exact) {
     const { data, height, width } = plot.cells;
     const lines = Array.from({ length: height }, (_, i) => Array.from(data.subarray(i * width, (i + 1) * width), plain).join());
     save(`${headName()}-${fileMeasure()}-averaged.csv`, `${lines.join("\n")}\n`, "text/csv");
@@ -112,10 +113,10 @@ function exportNeighbourhood() {
 }
 
 function buildExport() {
-  const graph = layers.every((of) => of.kind === "graph");
+  const graph = layers.every((of) => of.kind === "graph"), image = layers.every((of) => of.image);
   const entries = [
-    ["heat", graph ? "Neighbourhood, SVG" : "Heat-map, SVG", exportHeat], ["mosaic", "All heads, SVG", exportMosaic],
-    graph ? null : ["arcs", "Sentence with arcs, SVG", exportArcs], ["csv", graph ? "Edges, CSV" : "Matrix, CSV", exportCsv],
+    ["heat", graph ? "Neighbourhood, SVG" : image ? "Overlay, SVG" : "Heat-map, SVG", exportHeat], ["mosaic", "All heads, SVG", exportMosaic],
+    graph || image ? null : ["arcs", "Sentence with arcs, SVG", exportArcs], ["csv", graph ? "Edges, CSV" : "Matrix, CSV", exportCsv],
   ].filter(Boolean);
   const menu = $("export");
   menu.querySelector("div").replaceChildren(...entries.map(([name, label, run]) => el("button", { "data-export": name, on: { click: () => { menu.open = false; run(); } } }, label)));

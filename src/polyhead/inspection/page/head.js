@@ -2,14 +2,15 @@
 
 function drawAbout() {
   const box = $("about");
-  if (state.cell && layer().kind !== "graph") { drawHow(box); return; }
+  if (state.cell && layer().drawn === "matrix") { drawHow(box); return; }
   const of = layer(), place = state.head, cards = cardsOf(of, place);
   const parts = [el("div", { class: "head" }, el("h2", {}, el("span", { class: "name" }, headName()), ` head ${of.heads[place]} of layer ${of.number}`))];
   parts.push(el("p", { class: "hint where" }, [of.name, of.over === "Dense()" || of.kind === "graph" ? null : of.over, of.score === "Dot" ? null : `${of.score} score`].filter(Boolean).join(" · ")));
   if (cards.length) parts.push(...cards.map(drawCard));
-  else parts.push(el("p", { class: "norole" }, el("b", {}, "No role: "), record.cards.length ? "nothing stands out in this head." : "none was looked for."));
+  else if (record.cards.length || !of.image) parts.push(el("p", { class: "norole" }, el("b", {}, "No role: "), record.cards.length ? "nothing stands out in this head." : "none was looked for."));
   if (of.kind === "graph") parts.push(...nodeParts(of, place));
   parts.push(...statistics(of, place));
+  if (of.image && of.queries > of.image.special[0]) parts.push(...drawSurroundings(of, place));
   box.replaceChildren(...parts);
 }
 
@@ -55,13 +56,13 @@ function statistics(of, place) {
   const keys = Math.exp(entropy[place] ?? 0);
   const both = Object.keys(share).length > 0;
   return [
-    el("table", { class: "stats" }, el("caption", {}, of.kind === "graph" ? "Where the weight lies, on average" : "Where the words look, on average"),
+    el("table", { class: "stats" }, el("caption", {}, of.kind === "graph" ? "Where the weight lies, on average" : of.image ? "Where the patches look, on average" : "Where the words look, on average"),
       el("thead", {}, el("tr", {}, el("td"), el("td"), el("th", { scope: "col", class: "w" }, "weight"), both ? el("th", { scope: "col", class: "c" }, "contrib.") : null)),
       el("tbody", {}, rows)),
     el("dl", { class: "facts" },
-      el("dt", {}, number(entropy[place])), el("dd", {}, `nats of entropy: as if spread evenly over ${keys < 9.95 ? keys.toFixed(1) : Math.round(keys)} ${of.kind === "graph" ? "nodes" : "tokens"}`),
-      ...(distance && of.kind === "self" ? [el("dt", {}, number(distance[place], 1)), el("dd", {}, "tokens away on average")] : [])),
+      el("dt", {}, number(entropy[place])), el("dd", {}, `nats of entropy: as if spread evenly over ${keys < 9.95 ? keys.toFixed(1) : Math.round(keys)} ${of.kind === "graph" ? "nodes" : of.image ? "patches" : "tokens"}`),
+      ...(of.image ? aimed(of, place) : distance && of.kind === "self" ? [el("dt", {}, number(distance[place], 1)), el("dd", {}, "tokens away on average")] : [])),
   ];
 }
 
-watch("layer head cell measure level hide theme node direction", drawAbout);
+watch("layer head cell measure level hide theme node direction", (keys) => { if (!layer().image || [...keys].some((key) => key !== "node" && key !== "direction")) drawAbout(); });

@@ -14,7 +14,7 @@ function buildPlot() {
 
 function drawHeat() {
   const now = current();
-  if (now.of.kind === "graph") return;
+  if (now.of.drawn !== "matrix") return;
   if (!plot.box?.isConnected) { buildPlot(); plotEvents(); }
   // another head of the same text is seen through the same window
   const sizes = `${now.rows.length},${now.cols.length}`;
@@ -214,14 +214,14 @@ function near(now, i, j) {
 
 function lightHeat() {
   const now = current();
-  if (now.of.kind === "graph" || !plot.cells) return;
+  if (now.of.drawn !== "matrix" || !plot.cells) return;
   paintPlot(now);
   readOut(now);
 }
 
 function zoom(by, cx = 0.5, cy = 0.5) {
   const now = current(), v = plot.view;
-  if (!zoomable(now)) return;
+  if (now.of.drawn !== "matrix" || !zoomable(now)) return;
   const scale = (a, b, at, total) => {
     const size = Math.min(total, Math.max(Math.min(8, total), (b - a) * by)), from = Math.max(0, Math.min(total - size, a + (b - a - size) * at));
     return [from, from + size];

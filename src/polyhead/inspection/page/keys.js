@@ -47,8 +47,8 @@ function choices() {
       };
     }
   }
-  const of = layer(), can = of.kind !== "graph" && foldable(of, state.head);
-  const words = of.rows !== null && of.kind !== "graph";
+  const of = layer(), can = of.drawn === "matrix" && foldable(of, state.head);
+  const words = of.rows !== null && of.drawn === "matrix";
   document.querySelector('[data-key="level"]').classList.toggle("off", !words || !can);
   document.querySelector('[data-key="level"]').inert = !words || !can;
   $("hide").disabled = !words || !can || !items(of, "columns", "piece", false).some((item) => item.special);
@@ -63,11 +63,13 @@ function turn() {
 function help() {
   const box = $("keys");
   if (box.open) { box.close(); return; }
-  const more = [["← ↑ ↓ →", "move in the mosaic; in the text or in the map where it has the focus"], ["Enter", "on a cell of the map: how it came about; on a word: lock it"], ["+ − 0", "zoom the map of a long text; 0 shows all"], ["Escape", "let go of a locked word, close an explanation"]];
+  const more = [["← ↑ ↓ →", "move in the mosaic; in the text, the map or the image where it has the focus"], ["Enter", "on a cell of the map: how it came about; on a word or a patch: lock it"], ["+ − 0", "zoom the map of a long text; 0 shows all"], ["Escape", "let go of a locked word, close an explanation"]];
   box.replaceChildren(
     el("form", { method: "dialog" }, el("button", { class: "icon", "aria-label": "Close" }, "×")),
     el("h2", {}, "What this page shows"),
-    el("p", {}, "A model reads a text with many attention heads at once. In each head every word shares out one unit of attention among all words: these shares are the weights, and a word’s shares add up to 1."),
+    el("p", {}, record.image
+      ? "A model sees an image as patches, with many attention heads at once. In each head every patch shares out one unit of attention among all patches and special tokens: these shares are the weights, and a patch’s shares add up to 1."
+      : "A model reads a text with many attention heads at once. In each head every word shares out one unit of attention among all words: these shares are the weights, and a word’s shares add up to 1."),
     el("p", {}, "A large weight need not do much: what is added to a word is weight × vector, and some vectors are next to nothing. ", el("b", {}, "Contribution"), " counts the length of what is moved, |weight × Wₒ v|, as a share of the row."),
     el("p", {}, "A head is called by its layer and its number, both from 0: ", el("b", {}, headName()), ` is head ${layer().heads[state.head]} of layer ${layer().number}. A frame’s colour is the head’s role, where a test found one.`),
     el("h2", {}, "Keys"),
@@ -110,19 +112,20 @@ function onKey(event) {
   }
   if (event.target === $("search") && event.key === "Enter") {
     const first = tiles.find((one) => !one.dimmed);
-    if (first) set({ layer: first.at, head: first.place, cell: null });
+    if (first) { set({ cell: null }); choose(first.at, first.place); }
     return;
   }
   if (event.target.matches?.("input, dialog *")) return;
   if (event.key.startsWith("Arrow")) {
     if (event.target.matches("summary")) return;
-    if (event.target.matches(".word")) stepWord(event.target, event.key); else if (event.target === plot.box) stepHeat(event); else stepMosaic(event.key);
+    if (event.target.matches(".picture")) stepPatch(event.key); else if (event.target.matches(".word")) stepWord(event.target, event.key); else if (event.target === plot.box) stepHeat(event); else stepMosaic(event.key);
     event.preventDefault();
   } else if (event.target.matches(".word") && event.key === "Enter") event.target.click();
+  else if (event.target.matches(".picture") && event.key === "Enter") lockPatch();
   else if (event.target === plot.box && event.key === "Enter" && state.hover?.col != null) set({ cell: { ...state.hover } });
   else if (event.key === "+" || event.key === "=") zoom(0.6);
   else if (event.key === "-") zoom(1 / 0.6);
-  else if (event.key === "0") { plot.view = whole(current()); if (layer().kind !== "graph") drawHeat(); }
+  else if (event.key === "0") { plot.view = whole(current()); if (layer().drawn === "matrix") drawHeat(); }
   else {
     const found = KEYS.find(([key]) => key === event.key);
     if (found) { found[2](); event.preventDefault(); }

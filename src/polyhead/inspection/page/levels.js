@@ -38,7 +38,7 @@ function folded(data, keys, rows, cols) {
 }
 
 // Words can be joined and tokens hidden wherever all weights of a head are at hand.
-const foldable = (of, place) => of.whole || (of.known(place) === "exact" && of.queries * of.keys <= MATRIX);
+const foldable = (of, place) => of.drawn === "matrix" && (of.whole || (of.known(place) === "exact" && of.queries * of.keys <= MATRIX));
 
 // The chosen head as it is shown: its items, and its matrix unless it is too long for one.
 function current() {

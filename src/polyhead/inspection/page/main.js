@@ -7,7 +7,7 @@ matchMedia("(prefers-color-scheme: dark)").addEventListener("change", (event) =>
 });
 
 function drawAll() {
-  for (const draw of [choices, markMosaic, drawScale, buildSentence, drawHeat, drawNeighbourhood, drawAbout, drawVectors]) draw();
+  for (const draw of [choices, markMosaic, drawScale, buildSentence, drawHeat, drawNeighbourhood, drawOverlay, drawAbout, drawVectors]) draw();
 }
 
 async function start() {
@@ -17,9 +17,11 @@ async function start() {
   $("notes").replaceChildren(...record.notes.map((note) => el("p", { dir: "auto" }, note)), el("p", { class: "hint" }, "Made with Polyhead. Everything is inside this file: it asks no network."));
   // a text in which no word has several pieces has one level only
   if (!record.texts.some((text) => text.words.length + text.word_of.filter((word) => word === null).length < text.pieces.length || text.pieces.some((piece, i) => text.word_of[i] !== null && piece !== text.words[text.word_of[i]]))) document.querySelector('[data-key="level"]').hidden = true;
-  if (layers.every((of) => of.kind === "graph")) { document.querySelector('[data-key="level"]').hidden = true; $("hide").hidden = true; }
+  if (layers.every((of) => of.drawn !== "matrix")) { document.querySelector('[data-key="level"]').hidden = true; $("hide").hidden = true; }
   const graph = layers.find((of) => of.kind === "graph");
   if (graph) { await graph.maps(); state.node = telltale(graph); }
+  document.body.classList.toggle("imaged", Boolean(record.image));
+  if (record.image) { await loadPhoto(); if (layer().image) state.node = Math.min(record.image.first, layer().queries - 1); }
   await layer().hear(state.head);
   buildMosaic();
   buildChips();

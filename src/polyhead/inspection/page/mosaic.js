@@ -60,7 +60,7 @@ async function paintMosaic() {
     await layers[at].maps();
     if (turn !== paintMosaic.turn) return;
     for (const one of tiles) if (one.at === at) {
-      one.shown = one.of.kind === "graph" ? null : tile(one.of, one.place);
+      one.shown = one.of.drawn === "matrix" ? tile(one.of, one.place) : null;
       one.known = true;
       paintTile(one);
     }
@@ -74,10 +74,10 @@ function paintTile(one) {
   const pen = sheet.getContext("2d"), { x, y, inner } = one;
   pen.clearRect(x, y, inner, inner);
   pen.globalAlpha = one.dimmed ? 0.13 : 1;
-  if (one.of.kind === "graph") {
+  if (one.of.drawn !== "matrix") {
     pen.save();
     pen.translate(x, y);
-    drawStar(pen, one.of, one.place, inner);
+    (one.of.image ? drawGlance : drawStar)(pen, one.of, one.place, inner);
     pen.restore();
   } else if (one.shown) {
     const { data, height, width } = one.shown;
@@ -90,7 +90,7 @@ function paintTile(one) {
 
 // In every head: the row of the word that is pointed at stands out, or the column of the one that is looked at.
 function lightMosaic() {
-  const at = pointed(), now = at && layer().kind !== "graph" ? current() : null;
+  const at = pointed(), now = at && layer().drawn === "matrix" ? current() : null;
   veil.hidden = !now;
   if (!now) return;
   const pen = canvas(veil, veil.clientWidth, veil.clientHeight), cover = style("--veil");
@@ -135,7 +135,8 @@ function markMosaic() {
 
 function buildChips() {
   if (!record.cards.length) {
-    $("chips").append(el("p", { class: "hint" }, "No roles were looked for."));
+    if (!record.image) $("chips").append(el("p", { class: "hint" }, "No roles were looked for."));
+    else $("search").placeholder = "Find a head, such as L2H8";
     document.querySelector('[data-key="paint"]').hidden = true;
     return;
   }
@@ -159,6 +160,7 @@ function buildChips() {
 
 // The colour scale, the same for the mosaic, the map and the arcs.
 function drawScale() {
+  if (layer().image) { drawTones(); return; }
   const marks = [0, 0.01, 0.05, 0.1, 0.25, 0.5, 1];
   const stops = Array.from({ length: 17 }, (_, i) => `${colour((i / 16) ** 2)} ${(100 * i) / 16}%`);
   const graph = layer().kind === "graph";

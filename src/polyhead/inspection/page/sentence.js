@@ -14,7 +14,7 @@ function buildSentence() {
   const stage = $("stage"), now = current();
   lit = [];
   built = builtBeside = null;
-  if (now.of.kind === "graph") { buildChooser(stage); return; }
+  if (now.of.drawn !== "matrix") { (now.of.image ? buildPhoto : buildChooser)(stage); return; }
   [built, builtBeside] = [now.rows, now.cols];
   stage.className = now.of.kind === "cross" ? "two" : "one";
   if (!buildLines(stage, now)) buildReading(stage, now);
@@ -85,7 +85,7 @@ const glued = (list, i) => list[i] && list[i - 1] && !list[i].special && list[i]
 
 function lightSentence() {
   const now = current();
-  if (now.of.kind === "graph") return;
+  if (now.of.drawn !== "matrix") return;
   for (const one of lit) { one.style.background = one.style.color = ""; one.classList.remove("looking"); const small = one.querySelector(".weight"); if (small) small.textContent = ""; }
   lit = [];
   const at = pointed();
@@ -220,19 +220,19 @@ function sentenceEvents() {
   const stage = $("stage");
   const at = (event) => {
     const node = event.target.closest?.(".word");
-    if (!node || layer().kind === "graph") return null;
+    if (!node || layer().drawn !== "matrix") return null;
     const index = Number(node.dataset.index);
     return node.dataset.side === "row" ? { row: index, col: null } : { row: null, col: index };
   };
   const same = (a, b) => a === b || (a && b && a.row === b.row && a.col === b.col);
-  stage.addEventListener("pointerover", (event) => { const to = at(event); if (!same(to, state.hover)) set({ hover: to }); });
-  stage.addEventListener("pointerleave", () => set({ hover: null }));
-  stage.addEventListener("focusin", (event) => { if (event.target.matches(":focus-visible")) set({ hover: at(event) }); });
+  stage.addEventListener("pointerover", (event) => { if (layer().drawn !== "matrix") return; const to = at(event); if (!same(to, state.hover)) set({ hover: to }); });
+  stage.addEventListener("pointerleave", () => { if (layer().drawn === "matrix") set({ hover: null }); });
+  stage.addEventListener("focusin", (event) => { if (layer().drawn === "matrix" && event.target.matches(":focus-visible")) set({ hover: at(event) }); });
   stage.addEventListener("click", (event) => { const to = at(event); if (to) set({ lock: same(to, state.lock) ? null : to }); });
 }
 
 watch("layer head measure level hide theme", () => {
   const now = current();
-  if (now.of.kind === "graph" || built !== now.rows || builtBeside !== now.cols) buildSentence(); else lightSentence();
+  if (now.of.drawn !== "matrix" || built !== now.rows || builtBeside !== now.cols) buildSentence(); else lightSentence();
 });
 watch("hover lock", lightSentence);

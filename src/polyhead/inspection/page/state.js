@@ -8,7 +8,7 @@ const state = {
   hover: null, lock: null,
   // {row, col}: the pair that is explained
   cell: null,
-  // on a graph: the node looked at, and whether by whom it looks at or who looks at it
+  // on a graph or an image: the node or patch looked at, and whether by whom it looks at or who looks at it
   node: 0, direction: "in",
   theme: 0,
 };
@@ -45,6 +45,8 @@ async function choose(at, place) {
   await layers[at].hear(place);
   if (turn !== asked) return;
   const moves = { layer: at, head: place };
+  if (layers[at].image) moves.node = spotOf(layers[at]);
+  else if (layers[at].kind === "graph" && state.node >= layers[at].queries) moves.node = 0;
   if (!alike(layers[at], layer()) || foldable(layers[at], place) !== foldable(layer(), state.head)) Object.assign(moves, { hover: null, lock: null, cell: null });
   set(moves);
 }

@@ -1,0 +1,195 @@
+"""Grids and offsets, in small pictures and in messages; positions that count along their axes."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch.utils import _pytree as pytree
+
+from polyhead import (
+    Causal,
+    Dense,
+    Graph,
+    Grid,
+    MultiHeadAttention,
+    Offsets,
+    Padding,
+    QuadraticOffset,
+    RelativeBias,
+    Rotary,
+    attend,
+    explain,
+)
+from polyhead.neighbourhood import Sizes
+
+CPU = torch.device("cpu")
+
+
+def seen(over, query, head=0):
+    """What one query sees, as a picture of the grid."""
+    lattice = over.grid
+    queries, keys = torch.Size(lattice.outputs).numel(), torch.Size(lattice.sizes).numel()
+    sizes = Sizes((), getattr(over, "heads", 1), queries, keys)
+    over.check(sizes)
+    mask = over.mask(sizes, CPU).expand(sizes.heads, queries, keys)
+    number = query[0] * lattice.outputs[1] + query[1]
+    return ["".join(".x"[int(x)] for x in row) for row in mask[head, number].reshape(lattice.sizes)]
+
+
+def test_a_window_is_cut_off_at_the_border():
+    assert seen(Grid(4, 5, window=3), (1, 2)) == [".xxx.", ".xxx.", ".xxx.", "....."]
+    assert seen(Grid(4, 5, window=3), (0, 4)) == ["...xx", "...xx", ".....", "....."]
+    assert seen(Grid(4, 5, window=(1, 5)), (2, 1)) == [".....", ".....", "xxxx.", "....."]
+    assert seen(Grid(5, 5, window=3, dilation=2), (2, 1)) == [".x.x.", ".....", ".x.x.", ".....", ".x.x."]
+    assert seen(Grid(2, 3), (0, 0)) == ["xxx", "xxx"]
+
+
+def test_queries_may_be_fewer():
+    assert Grid(5, 4, stride=2).grid.outputs == (3, 2)
+    assert seen(Grid(5, 4, window=3, stride=2), (1, 1)) == ["....", ".xxx", ".xxx", ".xxx", "...."]
+    assert seen(Grid(3, 3, window=3, stride=3, outputs=(2, 2)), (1, 1)) == ["...", "...", "..x"]
+
+
+def test_an_offset_is_one_point_a_head():
+    over = Offsets([(0, 0), (-1, 1)], (3, 4))
+    assert seen(over, (1, 1), 0) == ["....", ".x..", "...."]
+    assert seen(over, (1, 1), 1) == ["..x.", "....", "...."]
+    assert seen(over, (0, 1), 1) == ["....", "....", "...."]
+    assert seen(Offsets([(-1, 1)], (3, 4), padding="replicate"), (0, 3)) == ["...x", "....", "...."]
+    assert seen(Offsets([(-1, 1)], (3, 4), padding="circular"), (0, 3)) == ["....", "....", "x..."]
+    assert seen(Offsets([(-1, 1)], (3, 4), padding="reflect"), (0, 3)) == ["....", "..x.", "...."]
+    assert seen(Offsets([[(0, 0), (0, 1)]], (3, 4)), (2, 3)) == ["....", "....", "...x"]
+
+
+def test_what_they_are_called():
+    assert repr(Grid(64, 64, window=7)) == "Grid(64, 64, window=7)"
+    assert repr(Grid(9, 8, window=(3, 5), dilation=2)) == "Grid(9, 8, window=(3, 5), dilation=2)"
+    assert repr(Grid(9, 8, stride=2)) == "Grid(9, 8, stride=2, outputs=(5, 4))"
+    assert repr(Offsets([(0, 1)], (5, 7))) == "Offsets(1 heads, 5 x 7, stride=1, padding='zeros')"
+    assert repr(Grid(2, 3, window=3) & Causal()) == "Grid(2, 3, window=3) & Causal()"
+
+
+def call(over, heads=2, queries=6, keys=6, **more):
+    q, k = torch.randn(1, heads, queries, 4), torch.randn(1, heads, keys, 4)
+    return attend(q, k, k, over=over, **more)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Grid(), r"Grid: sizes is \(\); it must be whole numbers, 1 or more"),
+        (lambda: Grid(0, 3), r"Grid: sizes is \(0, 3\); it must be whole numbers, 1 or more"),
+        (lambda: Grid(4.0), r"Grid: sizes is \(4\.0,\)"),
+        (lambda: Grid(4, 4, window=2), r"Grid: window is 2; it must be odd, for the query to be its middle \(7 reaches 3"),
+        (lambda: Grid(4, 4, window=(3, 3, 3)), r"Grid: window is \(3, 3, 3\), for 3 axes, but the grid has 2"),
+        (lambda: Grid(4, 4, window=0), r"Grid: window is 0; it must be whole numbers, 1 or more"),
+        (lambda: Grid(4, 4, dilation=2), r"Grid: dilation is 2, but there is no window whose points could be apart"),
+        (lambda: call(Grid(2, 4)), r"Grid: 2 x 4 are 8 points, but there are 6 keys; an image \(batch, channels"),
+        (lambda: call(Grid(2, 3, stride=2)), r"Grid: 1 x 2 are 2 points, but there are 6 queries"),
+        (lambda: call(Offsets([(0, 0)], (2, 3))), r"Offsets: there are offsets for 1 heads, but there are 2 heads"),
+        (lambda: Offsets([(0, 0)], (2, 3, 4)), r"Offsets: offsets are torch.int64 of shape \(1, 2\); .* the grid has 3 axes"),
+        (lambda: Offsets([(0.5, 0)], (2, 3)), r"Offsets: offsets are torch.float32"),
+        (lambda: Offsets([(0, 0)], (2, 3), padding="constant"), r"Offsets: padding is 'constant'; it must be one of 'zeros', 'repl"),
+        (lambda: call(None, position=Rotary(axes=2)), r"position: Rotary is for a grid of 2 axes, and over is Dense\(\); pass over=Grid\(height, width\)"),
+        (lambda: call(Grid(6), position=Rotary(axes=2)), r"position: Rotary is for a grid of 2 axes, and over is Grid\(6\)"),
+        (lambda: call(Grid(2, 3), position=QuadraticOffset([(0, 0)])), r"QuadraticOffset: num_heads is 1, but there are 2 heads"),
+        (lambda: Rotary(axes=0), r"Rotary: axes is 0; it must be a whole number, 1 or more, or None"),
+        (lambda: Rotary(6, axes=2), r"Rotary: dim is 6; it must be a multiple of 4, two for each of 2 axes, at least 4"),
+        (lambda: MultiHeadAttention(12, 2, position=Rotary(axes=2)), r"Rotary: head_dim is 6; it must be a multiple of 4"),
+        (lambda: RelativeBias(2, window=(4, 3)), r"RelativeBias: window is \(4, 3\); it must be one odd number an axis"),
+        (lambda: RelativeBias(2, window=7), r"RelativeBias: window is 7; it must be one odd number an axis, such as \(7, 7\)"),
+        (lambda: QuadraticOffset([0.0, 1.0]), r"QuadraticOffset: centres have shape \(2,\); they must be finite numbers \(heads, axes\)"),
+        (lambda: QuadraticOffset([(0.0, float("nan"))]), r"QuadraticOffset: centres have shape \(1, 2\); they must be finite"),
+        (lambda: QuadraticOffset([(0.0,)], padding="same"), r"QuadraticOffset: padding is 'same'; it must be one of"),
+        (lambda: Graph(torch.zeros(2, 1).long(), 6) & Offsets([(0, 0), (0, 1)], (2, 3)), r"differs from head to head"),
+        (lambda: MultiHeadAttention(8, 2, position=Rotary(axes=2)).remember(torch.ones(1, 6, 8)), r"remember: Rotary is for a grid"),
+    ],
+)  # fmt: skip
+def test_messages(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_a_grid_filters_a_graph():
+    pairs = torch.tensor([[0, 1, 5], [0, 3, 0]])
+    assert (Graph(pairs, 6) & Grid(2, 3, window=3)).edge_index.tolist() == [[0, 1], [0, 3]]
+
+
+def test_pairs_of_one_distance_are_told_apart():
+    # differences of items' numbers tell the difference along each axis while a window fits into a row
+    for over in (
+        Grid(4, 5, window=3),
+        Grid(3, 4, 7, window=(3, 3, 5)),
+        Grid(9, window=3),
+        Grid(4, 9, window=3, dilation=3),
+    ):
+        assert over.told_apart
+        points = over.grid.keys(CPU)
+        key, query = over.pairs(CPU)
+        assert torch.equal(over.apart(key - query), points[key] - points[query])
+    assert not Grid(4, 5, window=(3, 7)).told_apart and not Grid(4, 5).told_apart
+
+
+@pytest.mark.parametrize(
+    "over", [Grid(3, 4, window=3), Offsets([(0, 1), (1, 0)], (3, 4)), Grid(3, 4) & Padding([5])], ids=repr
+)
+def test_they_are_plain_values(over):
+    q = torch.randn(1, 2, 12, 4)
+    wanted = attend(q, q, q, over=over)
+    for other in (copy.deepcopy(over), pickle.loads(pickle.dumps(over)), pytree.tree_map(lambda x: x, over)):
+        assert repr(other) == repr(over)
+        assert torch.equal(attend(q, q, q, over=other), wanted)
+    compiled = torch.compile(lambda q: attend(q, q, q, over=over), fullgraph=True, backend="aot_eager")
+    assert torch.allclose(compiled(q), wanted, atol=1e-6)
+    assert torch.allclose(
+        torch.vmap(lambda q: attend(q, q, q, over=over))(q[None].expand(2, *q.shape)),
+        wanted.expand(2, *wanted.shape),
+        atol=1e-6,
+    )
+
+
+@pytest.mark.parametrize("score", ["dot", "gat", "gatv2"])
+def test_a_layer_over_a_window_equals_one_under_its_mask(score):
+    torch.manual_seed(0)
+    layer = MultiHeadAttention(12, 3, score=score)
+    x = torch.randn(2, 35, 12)
+    over = Grid(5, 7, window=3)
+    y, heads = layer(x, over=over)
+    z, masked = layer(x, over=over.mask(Sizes((), 1, 35, 35), CPU))
+    assert torch.allclose(y, z, atol=1e-5)
+    assert torch.allclose(heads.weights, masked.weights, atol=1e-6)
+    assert torch.allclose(heads.entropy(), masked.entropy(), atol=1e-5)
+    assert torch.allclose(heads.received(), masked.received(), atol=1e-5)
+    assert heads.shape == (2, 3, 35, 35)
+
+
+@pytest.mark.parametrize("position", [Rotary(axes=2), RelativeBias(2, window=(5, 5)), QuadraticOffset([(0, 1), (1, 0.5)], alpha=0.5)], ids=lambda p: type(p).__name__)  # fmt: skip
+def test_positions_on_a_grid_know_only_how_far_points_are_apart(position):
+    """What a query sees of one and the same patch does not depend on where the patch lies."""
+    torch.manual_seed(0)
+    patch = torch.randn(1, 2, 3, 3, 8)
+    outputs = []
+    for down, right in ((1, 1), (4, 2), (3, 5)):
+        image = torch.zeros(1, 2, 8, 9, 8)
+        image[:, :, down : down + 3, right : right + 3] = patch
+        x = image.flatten(2, 3)
+        out = attend(x, x, x, over=Grid(8, 9, window=3), position=position)
+        outputs.append(out.unflatten(2, (8, 9))[:, :, down + 1, right + 1])
+    for out in outputs[1:]:
+        assert torch.allclose(out, outputs[0], atol=1e-5)
+
+
+def test_rotary_along_one_axis_is_rotary_along_a_sequence():
+    q = torch.randn(2, 3, 17, 8)
+    assert torch.allclose(
+        attend(q, q, q, over=Grid(17), position=Rotary(axes=1)), attend(q, q, q, position=Rotary()), atol=1e-6
+    )
+
+
+def test_a_whole_grid_is_everyone():
+    q = torch.randn(2, 3, 35, 8)
+    assert torch.equal(attend(q, q, q, over=Grid(5, 7)), attend(q, q, q, over=Dense()))
+    assert explain(q, q, q, over=Grid(5, 7)).kernel == explain(q, q, q).kernel
