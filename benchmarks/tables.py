@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks import dense, graph, graph_parts, inspection, models, stiefel
+from benchmarks import dense, graph, graph_parts, grid, inspection, models, stiefel
 from benchmarks.case import Case
 
 TABLES: dict[str, tuple[Case, ...]] = {
@@ -10,6 +10,7 @@ TABLES: dict[str, tuple[Case, ...]] = {
     "graph": graph.CASES,
     "graph-compiled": graph.COMPILED,
     "graph-parts": graph_parts.CASES,
+    "grid": grid.CASES,
     "inspection": inspection.CASES,
     "models": models.CASES,
     "stiefel": stiefel.CASES,
