@@ -165,9 +165,14 @@ def points(
     position: Position, over: Neighbourhood, queries: int, keys: int, device: torch.device
 ) -> tuple[Int[Tensor, "queries axes"] | None, Int[Tensor, "keys axes"] | None]:
     """Where queries and keys stand, for a position on a grid; two times None for one along a sequence."""
-    if position.axes is None:
-        return None, None
     grid = over.grid
+    if position.axes is None:
+        if grid is not None and grid.sparse:
+            raise ValueError(
+                f"position: {type(position).__name__} counts queries along the keys, but those of {over!r} stand elsewhere; pass a "
+                "position with axes, such as Rotary(axes=2)"
+            )
+        return None, None
     if grid is None or len(grid.sizes) != position.axes:
         sizes = ", ".join(("height", "width", "depth")[: position.axes]) if position.axes < 4 else "…"
         raise ValueError(
@@ -182,10 +187,10 @@ def _added(
     position: Position, over: Neighbourhood, bias: Tensor | None, queries: int, keys: int, device: torch.device
 ) -> tuple[Tensor | None, Tensor | None]:
     """What a position adds: one number a distance where distances tell, else one a pair, joined to the bias."""
+    points(position, over, queries, keys, device)
     distance = torch.arange(1 - keys, max(queries, 1 - keys), device=device)
     if position.axes is None:
         return position.by_distance(distance), bias
-    points(position, over, queries, keys, device)
     local = next((part for part in parts(over) if isinstance(part, Grid) and part.told_apart), None)
     table = None if local is None else position.by_offset(local.apart(distance))
     if table is not None:

@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from polyhead._torch import numbers_hidden
+from polyhead._torch import numbers_hidden, whole
 
 
 class Points(Protocol):
@@ -121,7 +121,7 @@ class Rotary(Position):
         axes: int | None = None,
     ) -> None:
         super().__init__()
-        if axes is not None and (not isinstance(axes, int) or isinstance(axes, bool) or axes < 1):
+        if axes is not None and not (whole(axes) and axes >= 1):
             raise ValueError(f"Rotary: axes is {axes!r}; it must be a whole number, 1 or more, or None")
         step = 2 * (axes or 1)
         if dim is not None and (dim < step or dim % step):
@@ -229,7 +229,8 @@ class RelativeBias(Position):
     """T5's relative position bias (Raffel 2020): one learned number for each head and bucket of distances.
 
     Half of the buckets hold one distance each, the others grow as powers up to `max_distance`. On a grid (`window`) there is
-    one number for each head and point of the window, as in Swin; what is further off shares the window's border.
+    one number for each head and point of the window; what is further off shares the window's border. (A table
+    like Swin's for windows of 7 x 7, in which points are up to 6 apart, is `window=(13, 13)`.)
 
     Args:
         num_heads: one column of `weight` (buckets, heads) a head.
@@ -250,14 +251,14 @@ class RelativeBias(Position):
     ) -> None:
         super().__init__()
         if window is not None and not (
-            isinstance(window, Sequence) and window and all(isinstance(n, int) and n > 0 and n % 2 for n in window)
+            isinstance(window, Sequence) and window and all(whole(n) and n > 0 and n % 2 for n in window)
         ):
             raise ValueError(f"RelativeBias: window is {window!r}; it must be one odd number an axis, such as (7, 7)")
         if buckets < 4 or buckets % 4:
             raise ValueError(f"RelativeBias: buckets is {buckets}; it must be a multiple of 4")
         if max_distance <= buckets:
             raise ValueError(f"RelativeBias: max_distance is {max_distance}; it must be more than buckets ({buckets})")
-        self.window = None if window is None else tuple(window)
+        self.window = None if window is None else tuple(map(int, window))
         self.axes = None if self.window is None else len(self.window)
         self.buckets = buckets if self.window is None else math.prod(self.window)
         self.max_distance, self.bidirectional = max_distance, bidirectional
@@ -327,8 +328,8 @@ class QuadraticOffset(Position):
             raise ValueError(
                 f"QuadraticOffset: centres have shape {tuple(given.shape)}; they must be finite numbers (heads, axes)"
             )
-        if not 0 < alpha < math.inf:
-            raise ValueError(f"QuadraticOffset: alpha is {alpha}; it must be more than 0")
+        if not isinstance(alpha, (int, float)) or isinstance(alpha, bool) or not 0 < alpha < math.inf:
+            raise ValueError(f"QuadraticOffset: alpha is {alpha!r}; it must be a number, more than 0")
         known = ("replicate", "zeros", "circular", "reflect")
         if padding not in known:
             raise ValueError(

@@ -257,8 +257,10 @@ def test_where_it_gives_way() -> None:
     assert why(Causal() & Grid(8, 8, window=3)) == "it takes windows of a Grid, and nothing else"
     assert "without a stride" in why(Grid(8, 8, window=3, stride=2), x[:, :, :16])
     assert why(Grid(8, 8, window=3), bias=torch.zeros(64, 64)) == "it adds no bias but a table of distances"
-    assert why(Grid(64, window=WIDE + 1)) == "windows of more than 256 along a sequence are quicker in whole tiles"
-    assert why(Grid(64, window=WIDE + 1), dropout=0.1) is None
+    assert (
+        why(Grid(2 * WIDE, window=WIDE + 1)) == "windows of more than 256 along a sequence are quicker in whole tiles"
+    )
+    assert why(Grid(2 * WIDE, window=WIDE + 1), dropout=0.1) is None
     assert why(Grid(8, 8, window=3), x.to("meta")) == "it runs on the CPU, and q is on meta"
 
 

@@ -5,18 +5,20 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from polyhead._torch import whole
 from polyhead.kernels import metrics
 from polyhead.kernels.ask import AnyPart
 from polyhead.kernels.edge_metrics import EdgePart
 from polyhead.kernels.metrics import Part
 from polyhead.neighbourhood import Lattice
 from polyhead.neighbourhood.grid import points as grid_points
+from polyhead.neighbourhood.grid import written
 from polyhead.picture import Asking, plot_around, plot_over
 
 if TYPE_CHECKING:
@@ -35,19 +37,18 @@ class Points(NamedTuple):
     def number(self, at: At | None) -> int:
         """A query's number: given as one, or as a point; the point in the middle unless given."""
         outputs = self.lattice.outputs
-        if isinstance(at, int):
-            total = self.queries + math.prod(outputs)
-            if isinstance(at, bool) or not 0 <= at < total:
+        if whole(at):
+            total, number = self.queries + math.prod(outputs), operator.index(cast(int, at))
+            if not 0 <= number < total:
                 raise ValueError(f"at: it is {at}; there are {total} queries, counted from 0")
-            return at
+            return number
         if not math.prod(outputs):
             raise ValueError("at: no query is a point of the grid; pass a query's number, such as 0 for [CLS]")
-        place = tuple(n // 2 for n in outputs) if at is None else at
-        inside = lambda: all(hasattr(i, "__index__") and 0 <= i < n for i, n in zip(place, outputs, strict=True))
+        place: Any = tuple(n // 2 for n in outputs) if at is None else at
+        inside = lambda: all(whole(i) and 0 <= i < n for i, n in zip(place, outputs, strict=True))
         if not isinstance(place, Sequence) or len(place) != len(outputs) or not inside():
-            sizes = " x ".join(map(str, outputs))
             raise ValueError(
-                f"at: it is {at!r}; it must be a point of {sizes} queries, (row, column), or a query's number"
+                f"at: it is {at!r}; it must be a point of {written(outputs)} queries, (row, column), or a query's number"
             )
         number = 0
         for i, n in zip(place, outputs, strict=True):
@@ -69,8 +70,8 @@ def points_of(part: AnyPart, grid: Sequence[int] | None) -> Points:
         raise ValueError("grid: this attention is on a graph, whose nodes stand nowhere; it needs a Grid, or grid=")
     own, sizes = part.call.over.grid, part.call.sizes
     if own is not None:
-        if grid is not None and tuple(grid) != own.sizes:
-            raise ValueError(f"grid: it is {tuple(grid)}, but the keys of this attention stand on {own.sizes}")
+        if grid is not None and (not isinstance(grid, Sequence) or tuple(grid) != own.sizes):
+            raise ValueError(f"grid: it is {grid!r}, but the keys of this attention stand on {own.sizes}")
         return Points(own, 0, 0)
     if grid is None:
         raise ValueError(
@@ -78,11 +79,11 @@ def points_of(part: AnyPart, grid: Sequence[int] | None) -> Points:
             "patches behind [CLS]"
         )
     given = tuple(grid) if isinstance(grid, Sequence) else (grid,)
-    if not given or not all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in given):
+    if not given or not all(whole(n) and n > 0 for n in given):
         raise ValueError(f"grid: it is {grid!r}; it must be whole numbers, 1 or more: (height, width)")
     number = math.prod(given)
     if number > sizes.keys:
-        raise ValueError(f"grid: {' x '.join(map(str, given))} are {number} points, but there are {sizes.keys} keys")
+        raise ValueError(f"grid: {written(given)} are {number} points, but there are {sizes.keys} keys")
     # queries that are not as many as the points are tokens of their own, such as [CLS] asking all patches
     outputs = given if sizes.queries >= number else (0,) * len(given)
     return Points(Lattice(given, outputs, (1,) * len(given)), sizes.queries - math.prod(outputs), sizes.keys - number)
@@ -93,7 +94,7 @@ def averaged_around(part: AnyPart, points: Points, reach: int | Sequence[int]) -
     assert isinstance(part, Part)
     sizes = points.lattice.sizes
     each = tuple(reach) if isinstance(reach, Sequence) else (reach,) * len(sizes)
-    if len(each) != len(sizes) or not all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in each):
+    if len(each) != len(sizes) or not all(whole(n) and n >= 0 for n in each):
         raise ValueError(f"reach: it is {reach!r}; it must be a whole number, or one for each of {len(sizes)} axes")
     asking = part.numbers("queries")
     asking = asking[asking >= points.queries]

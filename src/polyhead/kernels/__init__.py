@@ -5,16 +5,16 @@ from polyhead.kernels.fused import Fused
 from polyhead.kernels.graph import Edges
 from polyhead.kernels.grid import OnGrid
 from polyhead.kernels.native import Native
+from polyhead.kernels.offsets import AtOffsets
 from polyhead.kernels.pairs import Pairs
 from polyhead.kernels.reference import Reference
 from polyhead.kernels.short import Short
-from polyhead.kernels.single import Single
 from polyhead.kernels.tiled import Tiled
 from polyhead.neighbourhood import Graph, Grid, Offsets
 
 ALONG_KEYS: tuple[Kernel, ...] = (Fused(), Short(), Tiled(), Reference())
 ON_GRIDS: tuple[Kernel, ...] = (Fused(), OnGrid(), Pairs(), Short(), Tiled(), Reference())
-AT_OFFSETS: tuple[Kernel, ...] = (Single(), Tiled(), Reference())
+AT_OFFSETS: tuple[Kernel, ...] = (AtOffsets(), Tiled(), Reference())
 ALONG_EDGES: tuple[Kernel, ...] = (Native(), Edges(), Reference())
 _BY_KIND = {Graph: ALONG_EDGES, Grid: ON_GRIDS, Offsets: AT_OFFSETS}
 

@@ -43,7 +43,7 @@ class OnGrid:
             return "its queries are all points of the grid, without a stride"
         if call.bias is not None:
             return "it adds no bias but a table of distances"
-        if over.exact and over.window[0] > WIDE and call.table is None and call.dropout == 0:
+        if over.exact and 2 * over.reach[0] + 1 > WIDE and call.table is None and call.dropout == 0:
             return f"windows of more than {WIDE} along a sequence are quicker in whole tiles"
         return refuses(call)
 

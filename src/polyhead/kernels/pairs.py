@@ -1,4 +1,4 @@
-"""Attention over windows of a grid for scores that are no products: pair by pair, by the kernels for graphs."""
+"""Attention over windows of a grid, pair by pair, by the kernels for graphs: other scores, and queries with a stride."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from polyhead._torch import numbers_hidden
+from polyhead._torch import native, numbers_hidden, watched
 from polyhead.kernels.call import Call, Result
 from polyhead.kernels.graph import Edges
 from polyhead.kernels.native import Native
@@ -17,7 +17,7 @@ from polyhead.score import Dot
 
 
 class Pairs:
-    """GAT, GATv2 and scores of one's own over a `Grid` with a window: its pairs are the edges of a graph."""
+    """Any score over a `Grid` with a window: its pairs are the edges of a graph."""
 
     name = "pairs"
 
@@ -25,12 +25,12 @@ class Pairs:
         assert isinstance(call.over, Grid)
         if call.over.window is None:
             return "there is no window: the pairs are all that there are"
-        if type(call.score) is Dot:
-            return "dot products are quicker many at a time"
         if call.bias is not None:
             return "it adds no bias"
-        if numbers_hidden():
-            return "the pairs cannot be counted inside torch.compile and torch.func"
+        if numbers_hidden() or watched():
+            return "the pairs cannot be counted while torch compiles, transforms or watches the call"
+        if type(call.score) is Dot and (not call.q.is_cpu or native is None or call.table is not None):
+            return "dot products are quicker many at a time, where there is no C++ kernel for them"
         return None
 
     def __call__(self, call: Call) -> Result:

@@ -36,6 +36,8 @@ class Neighbourhood(ABC):
     """Whether everyone may attend to everyone."""
     by_head: bool = False
     """Whether heads see different keys."""
+    along_keys: bool = False
+    """Whether it counts queries along the keys, of which they are the last."""
     tensors: ClassVar[tuple[str, ...]] = ()
     """The attributes that are tensors, or None: what vmap and export carry along, and a view watches for changes."""
 
@@ -118,7 +120,7 @@ class Neighbourhood(ABC):
         fields = ", ".join(
             f"{name}={_brief(value)}"
             for name, value in vars(self).items()
-            if name not in ("exact", "full", "by_head") and name[0] != "_"
+            if name not in ("exact", "full", "by_head", "along_keys") and name[0] != "_"
         )
         return f"{type(self).__name__}({fields})"
 
@@ -235,6 +237,8 @@ class Both(Neighbourhood):
         self.parts = parts
         self.exact = all(part.exact for part in parts)
         self.by_head = any(part.by_head for part in parts)
+        self.along_keys = any(part.along_keys for part in parts)
+        _check_places(parts)
 
     @property
     def grid(self) -> Lattice | None:
@@ -278,6 +282,20 @@ class Both(Neighbourhood):
 
     def __repr__(self) -> str:
         return " & ".join(repr(part) for part in self.parts)
+
+
+def _check_places(parts: tuple[Neighbourhood, ...]) -> None:
+    """Raise where parts do not agree where the queries stand."""
+    grids = {part.grid for part in parts} - {None}
+    if len(grids) > 1:
+        raise ValueError(f"&: {' and '.join(map(repr, parts))} are joined, whose items stand on different grids")
+    grid = next(iter(grids), None)
+    counting = next((part for part in parts if part.along_keys), None)
+    if grid is not None and grid.sparse and counting is not None:
+        raise ValueError(
+            f"&: {counting!r} counts queries along the keys, but those of {' and '.join(repr(p) for p in parts if p.grid)} stand elsewhere; "
+            "pass a Mask in its place"
+        )
 
 
 class Rows(Neighbourhood):

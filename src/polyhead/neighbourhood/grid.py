@@ -12,6 +12,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from polyhead._torch import whole
 from polyhead.neighbourhood.base import Interval, Neighbourhood, Sizes
 
 PADDINGS = ("zeros", "replicate", "circular", "reflect")
@@ -24,6 +25,11 @@ class Lattice(NamedTuple):
     outputs: tuple[int, ...]
     stride: tuple[int, ...]
 
+    @property
+    def sparse(self) -> bool:
+        """Whether the queries are not the keys."""
+        return self.sizes != self.outputs or max(self.stride) > 1
+
     def keys(self, device: torch.device) -> Int[Tensor, "keys axes"]:
         """The keys' points."""
         return points(torch.arange(math.prod(self.sizes), device=device), self.sizes)
@@ -35,10 +41,10 @@ class Lattice(NamedTuple):
 
     def check(self, name: str, sizes: Sizes) -> None:
         """Raise where there are not as many keys and queries as points."""
-        for what, points, number in (("keys", self.sizes, sizes.keys), ("queries", self.outputs, sizes.queries)):
-            if math.prod(points) != number:
+        for what, each, number in (("keys", self.sizes, sizes.keys), ("queries", self.outputs, sizes.queries)):
+            if math.prod(each) != number:
                 raise ValueError(
-                    f"{name}: {written(points)} are {math.prod(points)} points, but there are {number} {what}; "
+                    f"{name}: {written(each)} are {math.prod(each)} points, but there are {number} {what}; "
                     "an image (batch, channels, *sizes) becomes items by x.flatten(2).transpose(1, 2)"
                 )
 
@@ -74,7 +80,7 @@ class _OnLattice(Neighbourhood):
     def check(self, sizes: Sizes) -> None:
         self.grid.check(type(self).__name__, sizes)
 
-    def _place(self, sizes: Sequence[int], stride: object, outputs: Sequence[int] | None) -> None:
+    def _place(self, sizes: Any, stride: object, outputs: Sequence[int] | None) -> None:
         name = type(self).__name__
         self.sizes = _whole(name, "sizes", sizes, None)
         self.stride = _whole(name, "stride", stride, len(self.sizes))
@@ -92,9 +98,9 @@ class Grid(_OnLattice):
     """Pixels, patches or voxels: each attends to those within a window around it, or to all.
 
     Args:
-        sizes: how many points along each axis: `Grid(height, width)`; items are counted row by row.
-        window: how many points a query sees along each axis, itself in the middle: an odd number, or one an axis; None for
-            all. At a border the window is cut off.
+        sizes: how many points along each axis: `Grid(height, width)`, or `Grid(image.shape[-2:])`; items are counted row by row.
+        window: how many points a query sees along each axis, itself in the middle: an odd number, or one an axis, where None is
+            all of that axis; None for all points. At a border the window is cut off.
         dilation: how far apart the points of a window are.
         stride: how far apart the queries are, where they are not the keys: `mha(x[:, ::2], x, over=Grid(64, stride=2))`.
         outputs: how many queries there are along each axis; as many as the stride leaves of the points, unless given.
@@ -102,20 +108,15 @@ class Grid(_OnLattice):
 
     def __init__(
         self,
-        *sizes: int,
-        window: int | Sequence[int] | None = None,
+        *sizes: int | Sequence[int],
+        window: int | Sequence[int | None] | None = None,
         dilation: int | Sequence[int] = 1,
         stride: int | Sequence[int] = 1,
         outputs: Sequence[int] | None = None,
     ) -> None:
-        self._place(sizes, stride, outputs)
+        self._place(sizes[0] if len(sizes) == 1 and isinstance(sizes[0], Sequence) else sizes, stride, outputs)
         self.dilation = _whole("Grid", "dilation", dilation, len(self.sizes))
-        self.window = None if window is None else _whole("Grid", "window", window, len(self.sizes))
-        if self.window is not None and any(n % 2 == 0 for n in self.window):
-            raise ValueError(
-                f"Grid: window is {window!r}; it must be odd, for the query to be its middle (7 reaches 3 to each side). "
-                "Windows of any form are Offsets"
-            )
+        self.window = None if window is None else _window(window, len(self.sizes))
         if self.window is None and any(step > 1 for step in self.dilation):
             raise ValueError(f"Grid: dilation is {dilation!r}, but there is no window whose points could be apart")
         self.full = self.window is None
@@ -123,21 +124,17 @@ class Grid(_OnLattice):
 
     @property
     def reach(self) -> tuple[int, ...]:
-        """How far a query sees to either side, in points of the window."""
-        if self.window is None:
-            return tuple(max(n, m) for n, m in zip(self.sizes, self._spans(), strict=True))
-        return tuple(n // 2 for n in self.window)
-
-    def _spans(self) -> tuple[int, ...]:
-        return tuple((n - 1) * step + 1 for n, step in zip(self.outputs, self.stride, strict=True))
+        """How far a query sees to either side, in points of the window; no further than points can be apart."""
+        window = (None,) * len(self.sizes) if self.window is None else self.window
+        each = zip(window, self.sizes, self.outputs, self.stride, self.dilation, strict=True)
+        far = [(n, (max(size, (number - 1) * stride + 1) - 1) // step) for n, size, number, stride, step in each]
+        return tuple(most if n is None else min(n // 2, most) for n, most in far)
 
     @property
     def told_apart(self) -> bool:
         """Whether the difference of two items' numbers tells their difference along each axis, within the window."""
-        if self.window is None:
-            return len(self.sizes) == 1
         wide = zip(self.sizes[1:], self.reach[1:], self.dilation[1:], strict=True)
-        return self.sizes == self.outputs and all(2 * reach * step < n for n, reach, step in wide)
+        return not self.grid.sparse and all(2 * reach * step < n for n, reach, step in wide)
 
     def apart(self, distance: Int[Tensor, "*any"]) -> Int[Tensor, "*any axes"]:
         """The difference along each axis, from that of two items' numbers, where these are told apart."""
@@ -220,12 +217,7 @@ class Offsets(_OnLattice):
         padding: str = "zeros",
     ) -> None:
         self._place(sizes, stride, outputs)
-        given = torch.as_tensor(offsets)
-        if given.is_floating_point() or given.dim() not in (2, 3) or given.shape[-1] != len(self.sizes):
-            raise ValueError(
-                f"Offsets: offsets are {given.dtype} of shape {tuple(given.shape)}; they must be whole numbers (heads, axes) or "
-                f"(heads, several, axes), and the grid has {len(self.sizes)} axes"
-            )
+        given = _offsets(offsets, len(self.sizes))
         if padding not in PADDINGS:
             raise ValueError(f"Offsets: padding is {padding!r}; it must be one of {', '.join(map(repr, PADDINGS))}")
         self.padding = padding
@@ -239,7 +231,12 @@ class Offsets(_OnLattice):
     def _index(self, offsets: Int[Tensor, "heads 1 several axes"]) -> Int[Tensor, "heads queries several"]:
         at = self.grid.queries(offsets.device)[:, None] + offsets
         found = torch.stack([folded(at[..., axis], n, self.padding) for axis, n in enumerate(self.sizes)], -1)
-        return numbers(found, self.sizes).masked_fill((found < 0).any(-1), -1)
+        index = numbers(found, self.sizes).masked_fill((found < 0).any(-1), -1)
+        for place in range(1, self.several):
+            # a key that a head sees at two offsets is one key
+            seen = (index[..., :place] == index[..., place, None]).any(-1)
+            index[..., place] = index[..., place].masked_fill(seen, -1)
+        return index
 
     def check(self, sizes: Sizes) -> None:
         super().check(sizes)
@@ -260,7 +257,25 @@ class Offsets(_OnLattice):
 
     def __repr__(self) -> str:
         several = "" if self.several == 1 else f" x {self.several}"
-        return f"Offsets({self.heads} heads{several}, {written(self.sizes)}, stride={_short(self.stride)}, padding={self.padding!r})"
+        heads = "1 head" if self.heads == 1 else f"{self.heads} heads"
+        return (
+            f"Offsets({heads}{several}, {written(self.sizes)}, stride={_short(self.stride)}, padding={self.padding!r})"
+        )
+
+
+def _offsets(offsets: Any, axes: int) -> Int[Tensor, "heads *several axes"]:
+    try:
+        # as_tensor would move one to the default device
+        given = offsets if isinstance(offsets, Tensor) else torch.as_tensor(offsets)
+    except (TypeError, ValueError, RuntimeError):
+        raise ValueError(f"Offsets: offsets are {offsets!r:.80}; they must be whole numbers (heads, axes)") from None
+    numbers = given.dtype in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+    if not numbers or given.dim() not in (2, 3) or given.shape[-1] != axes or not given.numel():
+        raise ValueError(
+            f"Offsets: offsets are {given.dtype} of shape {tuple(given.shape)}; they must be whole numbers (heads, axes) or "
+            f"(heads, several, axes), and the grid has {axes} axes"
+        )
+    return given.long()
 
 
 def folded(at: Int[Tensor, "*any"], size: int, padding: str) -> Int[Tensor, "*any"]:
@@ -280,16 +295,29 @@ def written(sizes: tuple[int, ...]) -> str:
     return " x ".join(map(str, sizes))
 
 
-def _short(each: tuple[int, ...]) -> int | tuple[int, ...]:
+def _short(each: tuple[Any, ...]) -> Any:
     return each[0] if all(a == b for a, b in pairwise(each)) else each
+
+
+def _window(given: Any, axes: int) -> tuple[int | None, ...]:
+    """One odd number an axis, or None for all of it."""
+    numbers = tuple(1 if n is None else n for n in given) if isinstance(given, Sequence) else given
+    known = _whole("Grid", "window", numbers, axes)
+    if any(n % 2 == 0 for n in known):
+        raise ValueError(
+            f"Grid: window is {given!r}; it must be odd, for the query to be its middle (7 reaches 3 to each side). "
+            "Windows of any form are Offsets"
+        )
+    return tuple(None if n is None else known[axis] for axis, n in enumerate(given)) if numbers is not given else known
 
 
 def _whole(owner: str, name: str, given: Any, axes: int | None) -> tuple[int, ...]:
     """One whole number an axis, from one for all or one each."""
-    each = tuple(given) if isinstance(given, (Sequence, torch.Size)) else (given,) * (axes or 1)
-    whole = all(hasattr(n, "__index__") and not isinstance(n, bool) and operator.index(n) >= 1 for n in each)
-    if not each or not whole:
+    each = tuple(given) if isinstance(given, Sequence) else (given,) * (axes or 1)
+    if not each or not all(whole(n) and n >= 1 for n in each):
         raise ValueError(f"{owner}: {name} is {given!r}; it must be whole numbers, 1 or more")
     if axes is not None and len(each) != axes:
         raise ValueError(f"{owner}: {name} is {given!r}, for {len(each)} axes, but the grid has {axes}")
-    return tuple(operator.index(n) for n in each)
+    # not operator.index of a number that is traced, which would fix it
+    numbers: list[Any] = [n if isinstance(n, (int, torch.SymInt)) else operator.index(n) for n in each]
+    return tuple(numbers)

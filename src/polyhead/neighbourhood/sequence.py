@@ -17,6 +17,7 @@ class _Band(Neighbourhood):
     """Keys from `left` before the query (None: from the first) to `right` after it."""
 
     exact = True
+    along_keys = True
 
     def __init__(self, left: int | None, right: int) -> None:
         self.left, self.right = left, right
@@ -156,6 +157,7 @@ class Segments(Neighbourhood):
         self.ids = _ids("ids", ids)
         self.query_ids = None if query_ids is None else _ids("query_ids", query_ids)
         self.exact = not numbers_hidden() and _contiguous(self.ids)
+        self.along_keys = query_ids is None
 
     def check(self, sizes: Sizes) -> None:
         for name, ids, items, size in (

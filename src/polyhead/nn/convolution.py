@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
+import copy
 import math
+from contextlib import nullcontext
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from polyhead._torch import numbers_hidden, watched
 from polyhead.attend import attention_weights
 from polyhead.heads import Heads
 from polyhead.neighbourhood import Grid, Neighbourhood, Offsets
+from polyhead.neighbourhood.grid import written
 from polyhead.nn.attention import MultiHeadAttention
 from polyhead.nn.checks import check_sizes
-from polyhead.nn.geometry import CONVOLUTIONS, Geometry, geometry, written
-from polyhead.nn.taps import around, bias, check_content, convolution, offsets, taps
+from polyhead.nn.geometry import CONVOLUTIONS, Geometry, geometry
+from polyhead.nn.surgery import KEPT, Nothing
+from polyhead.nn.taps import Points, around, bias, check_content, convolution, offsets, taps
 from polyhead.position import QuadraticOffset
 
 
 class Certificate(NamedTuple):
-    """How far heads of finite sharpness are from the convolution that they stand for, on one image."""
+    """How far heads of finite sharpness are from the convolution that they stand for, on one image or batch."""
 
     leaked: Float[Tensor, " heads"]
     """The weight that each head puts elsewhere than on its point, at the query where that is most."""
@@ -51,10 +57,11 @@ class ConvolutionalAttention(nn.Module):
         """
         x, sizes = self._items(image)
         outputs = self.geometry.outputs(sizes)
-        query = _at(x, self.geometry, sizes)
+        query = _asking(x, self.geometry, sizes, outputs)
         y, heads = self.attention(query, None if query is x else x, over=self.over(sizes, x.device))
-        # a view: the channels lie inside, as in torch's channels_last
         y = y.squeeze(-1) if self.channelwise else y.transpose(-2, -1)
+        # as the convolution gives it: channels lie inside only where they came so
+        y = y.contiguous() if image.is_contiguous() else y
         return y.unflatten(-1, outputs), heads
 
     def _items(self, image: Tensor) -> tuple[Float[Tensor, "*batch points channels"], tuple[int, ...]]:
@@ -69,10 +76,18 @@ class ConvolutionalAttention(nn.Module):
         x = x.unsqueeze(-1) if self.channelwise else x.transpose(-2, -1).contiguous()
         return x, tuple(image.shape[-axes:])
 
+    @property
+    def points(self) -> Points:
+        """Where the heads look from a query, one point each."""
+        taps, kept = self.geometry.taps, getattr(self.attention, KEPT, None)
+        return tuple(taps) if kept is None else tuple(taps[head] for head in kept.tolist())
+
     def over(self, sizes: tuple[int, ...], device: torch.device | str = "cpu") -> Neighbourhood:
         """Who may attend to whom in an image of these sizes."""
-        make = _over if torch.compiler.is_compiling() else _kept_over
-        return make(self.geometry, tuple(sizes), torch.device(device), self.attention.position is None)
+        # what is made while others watch, or by a transform, must not stay behind
+        make = _over if numbers_hidden() or watched() else _kept_over
+        points = self.points if self.attention.position is None else None
+        return make(self.geometry, points, tuple(sizes), torch.device(device))
 
     def certificate(self, image: Float[Tensor, "*batch channels *sizes"]) -> Certificate:
         """How much weight leaks from the heads' points, and how large an error in the output that can make at most.
@@ -81,29 +96,36 @@ class ConvolutionalAttention(nn.Module):
             ValueError: where the scores depend on the content, of which nothing is known beforehand.
         """
         x, sizes = self._items(image)
-        check_content(self.attention)
-        target = _over(self.geometry, sizes, x.device, True)
+        layer, heads = self.attention, self.attention.num_heads
+        check_content(layer)
+        if layer.position is None:
+            return Certificate(torch.zeros(heads, dtype=torch.float64, device=x.device), 0.0)
+        target = _over(self.geometry, self.points, sizes, x.device)
         assert isinstance(target, Offsets)
-        if self.attention.position is None:
-            return Certificate(x.new_zeros(self.attention.num_heads), 0.0)
-        leaked = self._leaked(self.over(sizes, x.device), target.index[..., 0])
-        gain = torch.linalg.matrix_norm(taps(self.attention), 2)
+        point = target.index[..., 0]
+        leaked = self._leaked(self.over(sizes, x.device), point)
+        gain = torch.linalg.matrix_norm(taps(layer).double(), 2)
         # a head that leaks moves at most so much of one point to another, or of one point to nothing
-        moved = torch.where(target.index[..., 0] < 0, 1.0, 2.0) * leaked * gain[:, None]
-        return Certificate(leaked.amax(1), float(moved.sum(0).max() * x.detach().norm(dim=-1).max()))
+        moved = torch.where(point < 0, 1.0, 2.0) * leaked * gain[:, None]
+        longest = x.detach().double().norm(dim=-3 if self.channelwise else -1)
+        error = float(moved.sum(0).max() * longest.max()) if longest.numel() else 0.0
+        return Certificate(leaked.amax(1), error)
 
     def _leaked(self, over: Neighbourhood, point: Int[Tensor, "heads queries"]) -> Float[Tensor, "heads queries"]:
         """The weight that does not lie on a head's point, or in the sink where there is no such point."""
-        layer, (heads, queries) = self.attention, point.shape
-        grid = over.grid
-        assert grid is not None
-        nothing = layer.k_proj.weight.new_zeros
+        assert over.grid is not None and self.attention.position is not None
+        heads, queries = point.shape
+        # no content: the position alone, in fp64
+        position, sink = copy.deepcopy(self.attention.position).double(), self.attention.sink
+        nothing = lambda items: torch.zeros(heads, items, 1, dtype=torch.float64, device=point.device)
         with torch.no_grad():
-            q, k = nothing(heads, queries, 1), nothing(heads, math.prod(grid.sizes), 1)
-            w = attention_weights(q, k, over=over, position=layer.position, sink=layer.sink).double()
+            w = attention_weights(
+                nothing(queries), nothing(math.prod(over.grid.sizes)), over=over, position=position,
+                sink=None if sink is None else sink.double(),
+            )  # fmt: skip
         on_point = w.gather(-1, point.clamp(min=0)[..., None])[..., 0]
         # what is missing from a sum of 1 is the sink's
-        return torch.where(point < 0, w.sum(-1), 1 - on_point).to(layer.k_proj.weight.dtype)
+        return torch.where(point < 0, w.sum(-1), 1 - on_point).clamp(min=0)
 
     def extra_repr(self) -> str:
         g = self.geometry
@@ -113,15 +135,17 @@ class ConvolutionalAttention(nn.Module):
 def from_conv(conv: nn.Module, *, head_dim: int | None = None, alpha: float | None = None) -> ConvolutionalAttention:
     """A convolution, or an average pooling, as multi-head attention with the same outputs: one head a tap.
 
-    Exactly, each head sees one point (`Offsets`), and fetches it. With `alpha` each head scores all points by
-    −alpha·|distance to its own|² (`QuadraticOffset`, Cordonnier 2020) and may learn to look elsewhere: `certificate` tells how
-    far that is from the convolution. W_Q starts at zero then, so that the content does not count until it is trained to.
+    Exactly, each head sees one point (`Offsets`), and fetches it: there is nothing to score, and no W_Q and W_K. With `alpha` each
+    head scores all points by −alpha·|distance to its own|² (`QuadraticOffset`, Cordonnier 2020) and may learn to look elsewhere:
+    `certificate` tells how far that is from the convolution. W_Q starts at zero then, so that the content does not count
+    until it is trained to. Groups become one dense W_O, with zeros between them.
 
     Args:
-        conv: an `nn.Conv1d`, `Conv2d`, `Conv3d`, `AvgPool1d`, `AvgPool2d` or `AvgPool3d`. Its numbers are copied.
+        conv: an `nn.Conv1d`, `Conv2d`, `Conv3d`, `AvgPool1d`, `AvgPool2d` or `AvgPool3d`. Its numbers are copied; what is frozen
+            stays so.
         head_dim: features a head fetches through W_V; it must be at least the rank of every tap. By default a head fetches the
             points themselves, and the taps stand in W_O.
-        alpha: how sharply heads look. The weight that leaks is about e^−alpha; with zero padding, e^(−alpha/2).
+        alpha: how sharply heads look. The weight that leaks is about e^−alpha a neighbour; with zero padding, e^(−alpha/2).
 
     Raises:
         ValueError: for what no such attention computes, with the reason.
@@ -132,19 +156,55 @@ def from_conv(conv: nn.Module, *, head_dim: int | None = None, alpha: float | No
         raise ValueError(
             "alpha: this pooling averages as many points as there are, which one head does; heads of one point each cannot"
         )
-    position = None if alpha is None else QuadraticOffset(where.taps, alpha=alpha, padding=where.mode)
-    sink = 0.0 if alpha is not None and where.mode == "zeros" else None
-    if not isinstance(conv, CONVOLUTIONS):
-        return _pooling(conv, where, position, sink).train(conv.training)
-    kernel, bias = _tapped(conv)
+    # where nothing is left to chance, nothing is drawn
+    with nullcontext() if alpha is not None else torch.random.fork_rng(devices=[]):
+        made = (
+            _convolution(conv, where, head_dim, alpha)
+            if isinstance(conv, CONVOLUTIONS)
+            else _pooling(conv, where, alpha)
+        )
+    return made.train(conv.training)
+
+
+def _convolution(conv: Any, where: Geometry, head_dim: int | None, alpha: float | None) -> ConvolutionalAttention:
+    kernel, added = _tapped(conv)
     heads, out, channels = kernel.shape
-    scored = head_dim or (1 if alpha is None else max(1, channels // heads))
-    layer = MultiHeadAttention(
-        channels, heads, head_dim=scored, value_dim=head_dim or channels, d_out=out, position=position, sink=sink,
-        bias=bias is not None,
-    ).to(kernel.device, kernel.dtype)  # fmt: skip
-    _start(layer, kernel if head_dim is None else _factored(kernel, head_dim, where), bias)
-    return ConvolutionalAttention(layer, where, groups=conv.groups).train(conv.training)
+    with torch.device(kernel.device):
+        layer = MultiHeadAttention(
+            channels, heads, head_dim=head_dim or (1 if alpha is None else max(1, channels // heads)),
+            value_dim=head_dim or channels, d_out=out, bias=added is not None, **_looking(where, alpha),
+        ).to(kernel.dtype)  # fmt: skip
+        if head_dim is None:
+            layer.v_proj, layer.value_heads = nn.Identity(), 1
+        else:
+            # a bias would be lost where a head finds nothing to fetch
+            layer.v_proj = nn.Linear(channels, heads * head_dim, bias=False, dtype=kernel.dtype)
+    _start(layer, kernel if head_dim is None else _factored(kernel, head_dim, where), added)
+    for parameter in layer.parameters():
+        parameter.requires_grad_(conv.weight.requires_grad)
+    if conv.bias is not None and layer.o_proj is not None:
+        layer.o_proj.bias.requires_grad_(conv.bias.requires_grad)
+    return ConvolutionalAttention(layer, where, groups=conv.groups)
+
+
+def _pooling(pool: Any, where: Geometry, alpha: float | None) -> ConvolutionalAttention:
+    """The mean over heads that fetch one point each, or over the points that one head sees; channel by channel."""
+    heads = 1 if where.together else math.prod(where.kernel)
+    layer = MultiHeadAttention(1, heads, head_dim=1, combine="mean", bias=False, **_looking(where, alpha))
+    _unscored(layer)
+    layer.v_proj, layer.value_heads = nn.Identity(), 1
+    divisor = getattr(pool, "divisor_override", None)
+    if divisor is not None:
+        layer.gate = torch.full((heads,), heads / divisor)
+    return ConvolutionalAttention(layer, where, channelwise=True)
+
+
+def _looking(where: Geometry, alpha: float | None) -> dict[str, Any]:
+    """What a layer is told of where its heads look, if it has to score points for that."""
+    if alpha is None:
+        return {}
+    position = QuadraticOffset(where.taps, alpha=alpha, padding=where.mode)
+    return {"position": position, "sink": 0.0 if where.mode == "zeros" else None}
 
 
 def _tapped(conv: Any) -> tuple[Float[Tensor, "taps out in"], Float[Tensor, " out"] | None]:
@@ -164,75 +224,71 @@ def _factored(
     kernel: Float[Tensor, "taps out in"], width: int, where: Geometry
 ) -> tuple[Float[Tensor, "taps out width"], Float[Tensor, "taps width in"]]:
     """Each tap as a product through so many features."""
-    rank = torch.linalg.matrix_rank(kernel)
-    if bool((rank > width).any()):
+    wide = kernel.to(torch.promote_types(kernel.dtype, torch.float32))
+    rank = torch.linalg.matrix_rank(wide)
+    if not kernel.is_meta and bool((rank > width).any()):
         worst = int(rank.argmax())
         raise ValueError(
             f"head_dim: it is {width}, but the tap at {where.taps[worst]} has rank {int(rank[worst])}, and what a head moves passes through "
             f"head_dim features; it must be at least {int(rank.max())}, or None for heads that fetch the points themselves"
         )
-    u, s, v = torch.linalg.svd(kernel, full_matrices=False)
+    u, s, v = torch.linalg.svd(wide, full_matrices=False)
     kept = min(width, s.shape[-1])
     root = s[:, :kept].sqrt()
     left, right = u[..., :kept] * root[:, None], root[..., None] * v[:, :kept]
     more = width - kept
-    return nn.functional.pad(left, (0, more)), nn.functional.pad(right, (0, 0, 0, more))
+    return F.pad(left, (0, more)).to(kernel.dtype), F.pad(right, (0, 0, 0, more)).to(kernel.dtype)
 
 
-def _start(layer: MultiHeadAttention, kernel: Tensor | tuple[Tensor, Tensor], bias: Tensor | None) -> None:
+@torch.no_grad()
+def _start(layer: MultiHeadAttention, kernel: Tensor | tuple[Tensor, Tensor], added: Tensor | None) -> None:
     """Put the taps into W_O, or into W_O and W_V, and let the content be without weight."""
-    assert layer.o_proj is not None and layer.q_proj is not None and isinstance(layer.v_proj, nn.Linear)
+    assert layer.o_proj is not None and layer.q_proj is not None
     w_o, w_v = (kernel, None) if isinstance(kernel, Tensor) else kernel
-    with torch.no_grad():
-        # (heads, out, dim) -> (out, heads · dim)
-        layer.o_proj.weight.copy_(w_o.movedim(0, 1).flatten(1))
-        if bias is not None:
-            layer.o_proj.bias.copy_(bias)
-        layer.q_proj.weight.zero_()
-        if w_v is not None:
-            layer.v_proj.weight.copy_(w_v.flatten(0, 1))
-    if w_v is None:
-        layer.v_proj, layer.value_heads = nn.Identity(), 1
+    # (heads, out, dim) -> (out, heads · dim)
+    layer.o_proj.weight.copy_(w_o.movedim(0, 1).flatten(1))
+    if added is not None:
+        layer.o_proj.bias.copy_(added)
+    if w_v is not None:
+        assert isinstance(layer.v_proj, nn.Linear)
+        layer.v_proj.weight.copy_(w_v.flatten(0, 1))
     if layer.position is None:
-        # one key a query: there is nothing to score
-        nn.init.zeros_(layer.k_proj.weight)
+        _unscored(layer)
+    else:
+        layer.q_proj.weight.zero_()
 
 
-def _pooling(
-    pool: Any, where: Geometry, position: QuadraticOffset | None, sink: float | None
-) -> ConvolutionalAttention:
-    """The mean over heads that fetch one point each, or over the points that one head sees; channel by channel."""
-    heads = 1 if where.together else math.prod(where.kernel)
-    layer = MultiHeadAttention(1, heads, head_dim=1, position=position, sink=sink, combine="mean", bias=False)
-    assert layer.q_proj is not None
-    nn.init.zeros_(layer.q_proj.weight)
-    layer.v_proj, layer.value_heads = nn.Identity(), 1
-    divisor = getattr(pool, "divisor_override", None)
-    if divisor is not None:
-        layer.gate = torch.full((heads,), heads / divisor)
-    return ConvolutionalAttention(layer, where, channelwise=True)
+def _unscored(layer: Any) -> None:
+    """Leave out W_Q and W_K, of a layer whose heads have nothing to score."""
+    features = layer.num_heads * layer.head_dim
+    layer.q_proj, layer.k_proj = Nothing(features), Nothing(features)
 
 
-def _over(where: Geometry, sizes: tuple[int, ...], device: torch.device, exact: bool) -> Neighbourhood:
+def _over(where: Geometry, points: Points | None, sizes: tuple[int, ...], device: torch.device) -> Neighbourhood:
+    """Heads at these points, or heads that see all."""
     outputs = where.outputs(sizes)
-    if not exact:
+    if points is None:
         return Grid(*sizes, stride=where.stride, outputs=outputs)
-    taps = torch.tensor(where.taps, device=device)
-    offsets = taps[None] if where.together else taps
-    return Offsets(offsets, sizes, stride=where.stride, outputs=outputs, padding=where.mode)
+    # what is made in inference mode could not be used in training
+    with torch.inference_mode(False):
+        each = torch.tensor(points, device=device)
+        each = each[None] if where.together else each
+        return Offsets(each, sizes, stride=where.stride, outputs=outputs, padding=where.mode)
 
 
 # of the last images' sizes: they come again at every step
-_kept_over = lru_cache(maxsize=32)(_over)
+_kept_over = lru_cache(maxsize=8)(_over)
 
 
-def _at(x: Float[Tensor, "*batch points channels"], where: Geometry, sizes: tuple[int, ...]) -> Tensor:
+def _asking(
+    x: Float[Tensor, "*batch points channels"], where: Geometry, sizes: tuple[int, ...], outputs: tuple[int, ...]
+) -> Float[Tensor, "*batch queries channels"]:
     """The points that ask: those under the middle of the kernel, at the border the nearest."""
-    middle = [where.middle]
-    asking = Offsets(middle, sizes, stride=where.stride, outputs=where.outputs(sizes), padding="replicate").index
-    index = asking.flatten().to(x.device)
-    same = asking.shape[1] == x.shape[-2] and not any(where.middle) and max(where.stride) == 1
-    return x if same else x.index_select(-2, index)
+    if outputs == sizes and max(where.stride) == 1 and not any(where.middle):
+        return x
+    middle = torch.tensor([where.middle], device=x.device)
+    under = Offsets(middle, sizes, stride=where.stride, outputs=outputs, padding="replicate").index
+    return x.index_select(-2, under.flatten())
 
 
 def to_conv(layer: ConvolutionalAttention | MultiHeadAttention, *, leak: float = 1e-6) -> nn.Module:
@@ -246,6 +302,8 @@ def to_conv(layer: ConvolutionalAttention | MultiHeadAttention, *, leak: float =
     Raises:
         ValueError: where heads do not look at fixed points, with how far from it they are.
     """
+    if not isinstance(leak, (int, float)) or isinstance(leak, bool) or not 0 <= leak <= 1:
+        raise ValueError(f"leak: it is {leak!r}; it must be a share, from 0 to 1")
     attention, where, groups = layer, None, 1
     if isinstance(layer, ConvolutionalAttention):
         attention, where, groups = layer.attention, layer.geometry, layer.groups
@@ -259,13 +317,14 @@ def to_conv(layer: ConvolutionalAttention | MultiHeadAttention, *, leak: float =
         )
     check_content(attention)
     if isinstance(attention.position, QuadraticOffset):
-        points = offsets(attention.position, leak)
+        points = offsets(attention.position, attention.sink, leak)
         where = where or around(points, attention.position.padding)
-    elif where is None:
+    elif isinstance(layer, ConvolutionalAttention):
+        points = layer.points
+    else:
         raise ValueError(
             "layer: its heads look wherever its inputs and `over` say; a convolution needs heads at fixed points: a QuadraticOffset "
             "as position, or what from_conv makes"
         )
-    else:
-        points = where.taps
-    return convolution(taps(attention), bias(attention), points, where, groups)
+    assert where is not None
+    return convolution(taps(attention), bias(attention, where), points, where, groups)

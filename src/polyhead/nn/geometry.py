@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from polyhead.neighbourhood.grid import written
+
 CONVOLUTIONS: tuple[type[Any], ...] = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 POOLINGS: tuple[type[Any], ...] = (nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d)
 # What is none of these, by what its name begins with, and why.
@@ -55,7 +57,7 @@ class Geometry(NamedTuple):
         axes = zip(self.kernel, self.dilation, self.padding, strict=True)
         return tuple(step * ((n - 1) // 2) - low for n, step, (low, _) in axes)
 
-    def outputs(self, sizes: Sequence[int]) -> tuple[int, ...]:
+    def outputs(self, sizes: tuple[int, ...]) -> tuple[int, ...]:
         """How many points the output has along each axis.
 
         Raises:
@@ -76,19 +78,19 @@ class Geometry(NamedTuple):
         """How many points a window spans."""
         return tuple(step * (n - 1) + 1 for n, step in zip(self.kernel, self.dilation, strict=True))
 
-    def _check(self, sizes: Sequence[int]) -> None:
-        padded = [n + low + high for n, (low, high) in zip(sizes, self.padding, strict=True)]
+    def _check(self, sizes: tuple[int, ...]) -> None:
+        padded = tuple(n + low + high for n, (low, high) in zip(sizes, self.padding, strict=True))
         if any(n < 1 for n in sizes) or any(n < reach for n, reach in zip(padded, self._reach, strict=True)):
             raise ValueError(
                 f"image: its size is {written(sizes)}, {written(padded)} with padding; the kernel spans {written(self._reach)} "
                 "points, which must fit in"
             )
-        widest = [max(pair) for pair in self.padding]
+        widest = tuple(max(pair) for pair in self.padding)
         least = {"reflect": 1, "circular": 0}.get(self.mode)
         if least is not None and any(n < wide + least for n, wide in zip(sizes, widest, strict=True)):
             raise ValueError(
                 f"image: its size is {written(sizes)}; padding_mode={self.mode!r} with padding {written(widest)} needs at least "
-                f"{written([wide + least for wide in widest])}"
+                f"{written(tuple(wide + least for wide in widest))}"
             )
 
 
@@ -107,9 +109,11 @@ def geometry(module: object) -> Geometry:
             f"conv: it is {name}; "
             + (reason or "it must be an nn.Conv1d, Conv2d or Conv3d, or an nn.AvgPool1d, 2d or 3d")
         )
-    if any(getattr(kind, step, None) is not getattr(plain, step, None) for step in ("forward", "_conv_forward")):
+    steps = ("forward", "_conv_forward", "__call__")
+    hooked = module._forward_hooks or module._forward_pre_hooks if isinstance(module, nn.Module) else None
+    if hooked or any(getattr(kind, step, None) is not getattr(plain, step, None) for step in steps):
         raise ValueError(
-            f"conv: {name} computes its output in a way of its own; it must be a plain nn.{plain.__name__}"
+            f"conv: {name} computes its output in a way of its own, or has hooks that change it; it must be a plain nn.{plain.__name__}"
         )
     return _of_convolution(module) if plain in CONVOLUTIONS else _of_pooling(module, 1 + POOLINGS.index(plain))
 
@@ -126,7 +130,7 @@ def _of_convolution(conv: Any) -> Geometry:
 
 
 def _of_pooling(pool: Any, axes: int) -> Geometry:
-    each = lambda given: tuple(given) if isinstance(given, tuple) else (given,) * axes
+    each = lambda given: tuple(given) if isinstance(given, Sequence) else (given,) * axes
     kernel, padding = each(pool.kernel_size), each(pool.padding)
     # where a window reaches beyond the image, fewer points are averaged, unless those beyond count as zeros
     uneven = pool.ceil_mode or any(padding)
@@ -141,8 +145,3 @@ def _of_pooling(pool: Any, axes: int) -> Geometry:
     return Geometry(
         kernel, each(pool.stride), (1,) * axes, tuple((n, n) for n in padding), ceil=pool.ceil_mode, together=together
     )
-
-
-def written(sizes: Sequence[int]) -> str:
-    """Sizes as people write them: 3 x 3."""
-    return " x ".join(map(str, sizes))

@@ -76,7 +76,7 @@ def _numbers(numbers: list[int]) -> Int[Tensor, " numbers"]:
 def _check_plain(layer: MultiHeadAttention, name: str) -> None:
     """Only a plain linear map can be cut; in a merged layer every head shares the values, and nothing is."""
     module = getattr(layer, name)
-    if module is not None and type(module) not in (nn.Linear, nn.Identity, WithOne):
+    if module is not None and type(module) not in (nn.Linear, nn.Identity, WithOne, Nothing):
         raise ValueError(f"{name}: it is {type(module).__name__}; it must be a plain nn.Linear to be cut or folded")
 
 
@@ -103,10 +103,11 @@ def _like(old: Tensor, new: Tensor) -> Tensor:
     return nn.Parameter(new, requires_grad=old.requires_grad) if isinstance(old, nn.Parameter) else new
 
 
-def _keep_rows(linear: nn.Linear, rows: Int[Tensor, " rows"]) -> None:
-    linear.weight = _kept(linear.weight, rows)
-    if linear.bias is not None:
-        linear.bias = _kept(linear.bias, rows)
+def _keep_rows(linear: nn.Linear | Nothing, rows: Int[Tensor, " rows"]) -> None:
+    if isinstance(linear, nn.Linear):
+        linear.weight = _kept(linear.weight, rows)
+        if linear.bias is not None:
+            linear.bias = _kept(linear.bias, rows)
     linear.out_features = len(rows)
 
 
@@ -131,7 +132,21 @@ def before_loading(layer: MultiHeadAttention, state_dict: dict[str, Any], prefix
         if whole and int(kept.max()) < layer.num_heads:
             prune(layer, [head for head in range(layer.num_heads) if head not in kept.tolist()])
     if gate is not None and layer.gate is None:
-        layer.gate = torch.ones_like(gate, device=layer.k_proj.weight.device)
+        layer.gate = torch.ones_like(gate, device=next((p.device for p in layer.parameters()), gate.device))
+
+
+class Nothing(nn.Module):
+    """Maps everything to zero, without weights: the queries and keys of heads that have nothing to score."""
+
+    def __init__(self, out_features: int) -> None:
+        super().__init__()
+        self.out_features = out_features
+
+    def forward(self, x: Float[Tensor, "... features"]) -> Float[Tensor, "... out_features"]:
+        return x.new_zeros(()).expand(*x.shape[:-1], self.out_features)
+
+    def extra_repr(self) -> str:
+        return str(self.out_features)
 
 
 class WithOne(nn.Module):

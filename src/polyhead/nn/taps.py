@@ -9,12 +9,17 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from polyhead.nn.geometry import CONVOLUTIONS, Geometry, written
+from polyhead.neighbourhood.grid import written
+from polyhead.nn.geometry import CONVOLUTIONS, Geometry
+from polyhead.nn.surgery import Nothing, WithOne
 from polyhead.position import QuadraticOffset
 from polyhead.score import Dot
 
 if TYPE_CHECKING:
     from polyhead.nn.attention import MultiHeadAttention
+
+Points = tuple[tuple[int, ...], ...]
+"""Where heads look from a query, a point each."""
 
 # Points so far from a head's own get nothing that counts, even of a head as blunt as may be.
 _FAR = 8
@@ -43,7 +48,7 @@ def check_content(layer: MultiHeadAttention) -> None:
 
 def _silent(linear: Any) -> bool:
     """Whether a map gives zero for whatever it is given."""
-    return (
+    return isinstance(linear, Nothing) or (
         isinstance(linear, nn.Linear)
         and not bool(linear.weight.any())
         and (linear.bias is None or not bool(linear.bias.any()))
@@ -64,23 +69,32 @@ def taps(layer: MultiHeadAttention) -> Float[Tensor, "heads out in"]:
     w_v, join = layer.v_proj, _join(layer)
     if isinstance(w_v, nn.Identity):
         return join
+    if isinstance(w_v, WithOne):
+        return join[..., :-1]
     if not isinstance(w_v, nn.Linear):
         raise ValueError(f"layer: its v_proj is {type(w_v).__name__}; it must be a plain nn.Linear")
     return join @ _each(w_v.weight, layer)
 
 
-def bias(layer: MultiHeadAttention) -> Float[Tensor, " out"] | None:
+def bias(layer: MultiHeadAttention, where: Geometry) -> Float[Tensor, " out"] | None:
     """What a layer adds to every point of its output."""
     own = layer.o_bias if layer.o_proj is None else layer.o_proj.bias
-    moved = layer.v_proj.bias if isinstance(layer.v_proj, nn.Linear) else None
+    moved = _moved(layer)
     if moved is None or not bool(moved.any()):
         return None if own is None else own.detach()
-    if layer.sink is not None:
+    if where.mode == "zeros" and any(max(pair) for pair in where.padding):
         raise ValueError(
-            "layer: v_proj has a bias, which is lost where the sink takes the weight; a convolution has no such bias"
+            "layer: v_proj has a bias, which is lost where a head looks beyond the border and finds nothing; a convolution has no such bias"
         )
-    added = (_join(layer) @ _each(moved, layer)[..., None]).sum(0)[:, 0]
-    return added if own is None else own.detach() + added
+    return moved if own is None else own.detach() + moved
+
+
+def _moved(layer: MultiHeadAttention) -> Float[Tensor, " out"] | None:
+    """What the bias of W_V becomes in the output, where every head finds something."""
+    if isinstance(layer.v_proj, WithOne):
+        return _join(layer)[..., -1].sum(0)
+    own = layer.v_proj.bias if isinstance(layer.v_proj, nn.Linear) else None
+    return None if own is None else (_join(layer) @ _each(own, layer)[..., None]).sum(0)[:, 0]
 
 
 def _join(layer: MultiHeadAttention) -> Float[Tensor, "heads out value_dim"]:
@@ -89,7 +103,7 @@ def _join(layer: MultiHeadAttention) -> Float[Tensor, "heads out value_dim"]:
     if layer.combine == "concat":
         raise ValueError("layer: it joins its heads' outputs (combine='concat'), and a convolution sums over its taps")
     if layer.o_proj is None:
-        like = layer.k_proj.weight
+        like = next(layer.parameters(), torch.empty(0))
         join = torch.eye(layer.value_dim, dtype=like.dtype, device=like.device).expand(heads, -1, -1) / heads
     else:
         # (out, heads · dim) -> (heads, out, dim)
@@ -102,37 +116,53 @@ def _each(x: Float[Tensor, "value_heads_dim *rest"], layer: MultiHeadAttention) 
     return x.detach().unflatten(0, (layer.value_heads, -1)).repeat_interleave(layer.num_heads // layer.value_heads, 0)
 
 
-def offsets(position: QuadraticOffset, leak: float) -> list[tuple[int, ...]]:
+def offsets(position: QuadraticOffset, sink: Tensor | None, leak: float) -> Points:
     """The points at which heads look, where no more than `leak` of their weight lies elsewhere."""
-    leaked = leaks(position)
-    worst = int(leaked.argmax())
+    leaked = leaks(position, sink)
+    # written so that NaN does not pass
+    wrong = ~(leaked <= leak)
     nearest = position.centres.detach().round().long()
-    if not float(leaked[worst]) <= leak:
-        raise ValueError(
-            f"layer: its heads do not look at fixed points: head {worst} puts {float(leaked[worst]):.2g} of its weight elsewhere than on "
-            f"{tuple(nearest[worst].tolist())} (alpha {float(position.alpha[worst].detach()):.3g}, centre "
-            f"{tuple(round(x, 3) for x in position.centres[worst].detach().tolist())}), and leak is {leak:g}. For the nearest "
-            f"convolution pass leak={math.ceil(float(leaked[worst]) * 100) / 100:g}"
-        )
-    return [tuple(point) for point in nearest.tolist()]
+    if not bool(wrong.any()):
+        return tuple(tuple(point) for point in nearest.tolist())
+    worst = int(leaked.argmax())
+    far = float(leaked[worst])
+    hint = f"For the nearest convolution pass leak={_above(far):g}"
+    if position.padding == "zeros" and sink is None:
+        hint = "padding='zeros' is for a layer with sink=0.0, which takes what looks beyond the border"
+    raise ValueError(
+        f"layer: its heads do not look at fixed points: head {worst} puts {far:.2g} of its weight elsewhere than on "
+        f"{tuple(nearest[worst].tolist())} (alpha {float(position.alpha[worst].detach()):.3g}, centre "
+        f"{tuple(round(x, 3) for x in position.centres[worst].detach().tolist())}), and leak is {leak:g}. {hint}"
+    )
 
 
-def leaks(position: QuadraticOffset) -> Float[Tensor, " heads"]:
-    """The weight that each head puts elsewhere than on the point nearest to its centre, far from any border."""
-    with torch.no_grad():
-        centres = position.centres.double()
-        side = torch.arange(-_FAR, _FAR + 1, dtype=torch.float64, device=centres.device)
-        # the squares along each axis add up: so do the logarithms of the sums
-        apart = side + (centres.round() - centres)[..., None]
-        s = -position.alpha.double()[:, None, None] * apart.square()
-        all_points = s.logsumexp(-1).sum(-1)
-        if position.padding == "zeros":
-            # the sink of value zero, whose score is 0 where a point's is alpha (½ − square)
-            all_points = torch.logaddexp(all_points, -0.5 * position.alpha.double())
-        return -torch.expm1(s[..., _FAR].sum(-1) - all_points)
+def _above(share: float) -> float:
+    """The share in two digits, rounded up."""
+    if not 0 < share < 1:
+        return 1.0
+    unit = 10.0 ** (math.floor(math.log10(share)) - 1)
+    return min(1.0, math.ceil(share / unit) * unit)
 
 
-def around(points: list[tuple[int, ...]], mode: str) -> Geometry:
+@torch.no_grad()
+def leaks(position: QuadraticOffset, sink: Float[Tensor, " heads"] | None) -> Float[Tensor, " heads"]:
+    """The weight that each head puts elsewhere than on the point nearest to its centre, or than in the sink beyond a border."""
+    centres, alpha = position.centres.double(), position.alpha.double()
+    side = torch.arange(-_FAR, _FAR + 1, device=centres.device)
+    near = torch.cartesian_prod(*[side] * centres.shape[1]).reshape(-1, centres.shape[1])
+    zeros = position.padding == "zeros"
+    squares = (near + (centres.round() - centres)[:, None]).square().sum(-1)
+    s = alpha[:, None] * ((0.5 if zeros else 0.0) - squares)
+    own = (near == 0).all(-1)
+    # the other points, and the sink: apart from the point itself, next to which they are too small to be told
+    others = s.masked_fill(own, -torch.inf).logsumexp(-1)
+    away = torch.full_like(others, -torch.inf) if sink is None else sink.double()
+    leaked = torch.sigmoid(torch.logaddexp(others, away) - s[:, own][:, 0])
+    # beyond the border the head's own point is missing, and the sink has to take what the others would
+    return torch.maximum(leaked, torch.sigmoid(others - away)) if zeros else leaked
+
+
+def around(points: Points, mode: str) -> Geometry:
     """The smallest kernel of odd sides that has all these points and keeps an image's size."""
     reach = [max(abs(point[axis]) for point in points) for axis in range(len(points[0]))]
     ones = (1,) * len(reach)
@@ -142,7 +172,7 @@ def around(points: list[tuple[int, ...]], mode: str) -> Geometry:
 def convolution(
     kernel: Float[Tensor, "heads out in"],
     bias: Tensor | None,
-    points: list[tuple[int, ...]],
+    points: Points,
     where: Geometry,
     groups: int,
 ) -> Any:

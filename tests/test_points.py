@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 
+import numpy as np
 import pytest
 import torch
 from torch.utils import _pytree as pytree
@@ -20,6 +21,7 @@ from polyhead import (
     QuadraticOffset,
     RelativeBias,
     Rotary,
+    Window,
     attend,
     explain,
 )
@@ -47,6 +49,17 @@ def test_a_window_is_cut_off_at_the_border():
     assert seen(Grid(2, 3), (0, 0)) == ["xxx", "xxx"]
 
 
+def test_sizes_and_windows_as_people_write_them():
+    image = torch.zeros(1, 3, 4, 5)
+    assert repr(Grid(image.shape[-2:], window=3)) == repr(Grid([4, 5], window=(3, 3))) == repr(Grid(4, 5, window=3))
+    assert repr(Grid(np.int64(4), 5, window=np.int64(3))) == "Grid(4, 5, window=3)"
+    assert seen(Grid(4, 5, window=(1, None)), (2, 1)) == [".....", ".....", "xxxxx", "....."]
+    assert seen(Grid(4, 5, window=(None, 3)), (2, 0)) == ["xx..."] * 4
+    # a window far larger than the grid costs no more than the grid
+    assert len(Grid(4, 4, window=100_001).offsets()) == 49
+    assert Rotary(axes=np.int64(2)).axes == 2
+
+
 def test_queries_may_be_fewer():
     assert Grid(5, 4, stride=2).grid.outputs == (3, 2)
     assert seen(Grid(5, 4, window=3, stride=2), (1, 1)) == ["....", ".xxx", ".xxx", ".xxx", "...."]
@@ -68,7 +81,7 @@ def test_what_they_are_called():
     assert repr(Grid(64, 64, window=7)) == "Grid(64, 64, window=7)"
     assert repr(Grid(9, 8, window=(3, 5), dilation=2)) == "Grid(9, 8, window=(3, 5), dilation=2)"
     assert repr(Grid(9, 8, stride=2)) == "Grid(9, 8, stride=2, outputs=(5, 4))"
-    assert repr(Offsets([(0, 1)], (5, 7))) == "Offsets(1 heads, 5 x 7, stride=1, padding='zeros')"
+    assert repr(Offsets([(0, 1)], (5, 7))) == "Offsets(1 head, 5 x 7, stride=1, padding='zeros')"
     assert repr(Grid(2, 3, window=3) & Causal()) == "Grid(2, 3, window=3) & Causal()"
 
 
@@ -105,6 +118,15 @@ def call(over, heads=2, queries=6, keys=6, **more):
         (lambda: QuadraticOffset([(0.0, float("nan"))]), r"QuadraticOffset: centres have shape \(1, 2\); they must be finite"),
         (lambda: QuadraticOffset([(0.0,)], padding="same"), r"QuadraticOffset: padding is 'same'; it must be one of"),
         (lambda: Graph(torch.zeros(2, 1).long(), 6) & Offsets([(0, 0), (0, 1)], (2, 3)), r"differs from head to head"),
+        (lambda: Grid(8, stride=2) & Causal(), r"&: Causal\(\) counts queries along the keys, but those of Grid\(8, stride=2"),
+        (lambda: Window(2) & Offsets([(0,)], (8,), stride=2), r"&: Window\(left=2, right=2\) counts queries along the keys"),
+        (lambda: Grid(2, 3) & Grid(3, 2), r"&: Grid\(2, 3\) and Grid\(3, 2\) are joined, whose items stand on different grids"),
+        (lambda: call(Grid(6, stride=2), queries=3, position=Rotary()), r"position: Rotary counts queries along the keys, .* such as Rotary\(axes=2\)"),
+        (lambda: Offsets([(True, False)], (2, 3)), r"Offsets: offsets are torch.bool"),
+        (lambda: Offsets(None, (2, 3)), r"Offsets: offsets are None; they must be whole numbers \(heads, axes\)"),
+        (lambda: Offsets([[(0, 0)], [(0, 0), (1, 1)]], (2, 3)), r"Offsets: offsets are \[\[\(0, 0\)\], "),
+        (lambda: RelativeBias(2, window=(True, 3)), r"RelativeBias: window is \(True, 3\)"),
+        (lambda: QuadraticOffset([(0.0,)], alpha="x"), r"QuadraticOffset: alpha is 'x'; it must be a number, more than 0"),
         (lambda: MultiHeadAttention(8, 2, position=Rotary(axes=2)).remember(torch.ones(1, 6, 8)), r"remember: Rotary is for a grid"),
     ],
 )  # fmt: skip
@@ -180,6 +202,16 @@ def test_positions_on_a_grid_know_only_how_far_points_are_apart(position):
         outputs.append(out.unflatten(2, (8, 9))[:, :, down + 1, right + 1])
     for out in outputs[1:]:
         assert torch.allclose(out, outputs[0], atol=1e-5)
+
+
+@pytest.mark.parametrize("window", [3, None])
+def test_compiled_for_images_of_several_sizes(window):
+    layer = MultiHeadAttention(8, 2, position=RelativeBias(2, window=(3, 3))).eval()
+    run = lambda image: layer(image.flatten(2).transpose(1, 2), over=Grid(image.shape[-2:], window=window))[0]
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    for sizes in ((5, 6), (7, 8), (4, 9)):
+        image = torch.randn(1, 8, *sizes)
+        assert torch.allclose(compiled(image), run(image), atol=1e-5)
 
 
 def test_rotary_along_one_axis_is_rotary_along_a_sequence():
