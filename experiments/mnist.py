@@ -1,4 +1,4 @@
-"""MNIST: handwritten digits, each as 16 patches of 7 x 7 pixels."""
+"""MNIST: handwritten digits, each as 16 patches of 7 x 7 pixels, or as patches of another size."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FEATURES = PATCH * PATCH
 
 
 class Digits(NamedTuple):
-    """MNIST, as patches: images are (count, 16, 49), from 0 to 1."""
+    """MNIST, as patches: images are (count, 16, 49), from 0 to 1; with patches of another side (count, (28 / side)², side²)."""
 
     images: Tensor
     labels: Tensor
@@ -25,14 +25,14 @@ class Digits(NamedTuple):
     digest: str
 
 
-def read(file: Path) -> Digits:
-    """Read mnist.npz."""
+def read(file: Path, side: int = PATCH) -> Digits:
+    """Read mnist.npz, as patches of side x side pixels; with 28, a whole image is one patch."""
     names = ("train_images", "train_labels", "test_images", "test_labels")
     try:
         with np.load(file, allow_pickle=False) as arrays:
             a = [arrays[name] for name in names]
         images, labels, test_images, test_labels = (
-            patches(x) if x.ndim == 3 else torch.from_numpy(x.astype(np.int64)) for x in a
+            patches(x, side) if x.ndim == 3 else torch.from_numpy(x.astype(np.int64)) for x in a
         )
         digest = hashlib.sha256(b"".join(x.tobytes() for x in a)).hexdigest()[:8]
         return Digits(images, labels, test_images, test_labels, digest)
@@ -46,7 +46,7 @@ def read(file: Path) -> Digits:
     )
 
 
-def patches(images: np.ndarray[Any, Any]) -> Tensor:
+def patches(images: np.ndarray[Any, Any], side: int = PATCH) -> Tensor:
     """(count, 28, 28) from 0 to 255 → (count, 16, 49) from 0 to 1; the first patch is the corner at the top left."""
-    grid = images.reshape(len(images), 28 // PATCH, PATCH, 28 // PATCH, PATCH).transpose(0, 1, 3, 2, 4)
-    return torch.from_numpy(np.ascontiguousarray(grid).reshape(len(images), -1, FEATURES)).float().div_(255)
+    grid = images.reshape(len(images), 28 // side, side, 28 // side, side).transpose(0, 1, 3, 2, 4)
+    return torch.from_numpy(np.ascontiguousarray(grid).reshape(len(images), -1, side * side)).float().div_(255)
