@@ -177,7 +177,7 @@ def _plain(q: Tensor, k: Tensor, add: Tensor | None, scale: float) -> Tensor:
 
 def _exp_(s: Tensor) -> Tensor:
     """exp in place, zero where it would be less than the smallest normal number: torch takes ten times as long for such."""
-    return F.threshold_(s, math.log(torch.finfo(s.dtype).tiny), -torch.inf).exp_()
+    return F.threshold(s, math.log(torch.finfo(s.dtype).tiny), -torch.inf, inplace=True).exp_()
 
 
 def _forward_plain(
