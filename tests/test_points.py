@@ -60,6 +60,25 @@ def test_sizes_and_windows_as_people_write_them():
     assert Rotary(axes=np.int64(2)).axes == 2
 
 
+def test_tokens_that_stand_nowhere_see_all_and_are_seen_by_all():
+    over = Grid(2, 3, window=1, prefix=1)
+    mask = over.mask(Sizes((), 1, 7, 7), CPU)
+    assert mask[0].all() and mask[:, 0].all()
+    assert torch.equal(mask[1:, 1:], torch.eye(6).bool())
+    # a ViT whose patches turn by their places, and [CLS] not at all
+    layer = MultiHeadAttention(16, 2, position=Rotary(axes=2))
+    x = torch.randn(2, 1 + 12, 16)
+    _, heads = layer(x, over=Grid(3, 4, prefix=1))
+    plain = MultiHeadAttention(16, 2)
+    plain.load_state_dict(layer.state_dict())
+    # the first patch stands at (0, 0) and does not turn either: the ratio of its weight to [CLS]'s own is that of no position
+    turned, still = heads.weights[:, :, 0], plain(x)[1].weights[:, :, 0]
+    assert torch.allclose(turned[..., 1] / turned[..., 0], still[..., 1] / still[..., 0], rtol=1e-4)
+    assert not torch.allclose(turned[..., 2] / turned[..., 0], still[..., 2] / still[..., 0], rtol=1e-4)
+    assert heads.around(1).shape == (2, 2, 3, 3)
+    assert "on special tokens" in heads.plot(at=0).axes[0].get_title()
+
+
 def test_queries_may_be_fewer():
     assert Grid(5, 4, stride=2).grid.outputs == (3, 2)
     assert seen(Grid(5, 4, window=3, stride=2), (1, 1)) == ["....", ".xxx", ".xxx", ".xxx", "...."]
@@ -122,6 +141,10 @@ def call(over, heads=2, queries=6, keys=6, **more):
         (lambda: Window(2) & Offsets([(0,)], (8,), stride=2), r"&: Window\(left=2, right=2\) counts queries along the keys"),
         (lambda: Grid(2, 3) & Grid(3, 2), r"&: Grid\(2, 3\) and Grid\(3, 2\) are joined, whose items stand on different grids"),
         (lambda: call(Grid(6, stride=2), queries=3, position=Rotary()), r"position: Rotary counts queries along the keys, .* such as Rotary\(axes=2\)"),
+        (lambda: Grid(2, 3, prefix=-1), r"Grid: prefix is -1; it must be a whole number of tokens, 0 or more"),
+        (lambda: Grid(4, stride=2, prefix=1), r"Grid: prefix is 1, but queries that are not the keys have no tokens before them"),
+        (lambda: call(Grid(1, 5)), r"Grid: 1 x 5 are 5 points, but there are 6 keys; for tokens such as \[CLS\] in front pass prefix=1"),
+        (lambda: call(Grid(2, 3, prefix=1)), r"Grid: 2 x 3 are 6 points and 1 before them, but there are 6 keys"),
         (lambda: Offsets([(True, False)], (2, 3)), r"Offsets: offsets are torch.bool"),
         (lambda: Offsets(None, (2, 3)), r"Offsets: offsets are None; they must be whole numbers \(heads, axes\)"),
         (lambda: Offsets([[(0, 0)], [(0, 0), (1, 1)]], (2, 3)), r"Offsets: offsets are \[\[\(0, 0\)\], "),

@@ -196,7 +196,11 @@ def _added(
     if table is not None:
         return table, bias
     assert over.grid is not None
-    pairs = position.on_grid(over.grid, device)
+    prefix = over.grid.prefix
+    pairs = position.on_grid(over.grid._replace(prefix=0), device)
+    if pairs is not None and prefix:
+        # nothing is added for tokens that stand nowhere
+        pairs = torch.nn.functional.pad(pairs, (prefix, 0, prefix, 0))
     if pairs is None or bias is None:
         return None, bias if pairs is None else pairs
     return None, bias + pairs

@@ -49,6 +49,9 @@ GRIDS: dict[str, Callable[[], Neighbourhood]] = {
     "line-strided-window": lambda: Grid(17, window=5, stride=3),
     "strided-as-many": lambda: Grid(6, 6, window=3, stride=2, outputs=(6, 6)),
     "rows": lambda: Grid(5, 7, window=(1, None)),
+    "prefix": lambda: Grid(3, 5, window=3, prefix=2),
+    "prefix-line": lambda: Grid(9, window=3, prefix=1),
+    "prefix-all": lambda: Grid(3, 5, prefix=1),
     "line-dilated": lambda: Grid(23, window=5, dilation=3),
     "plane": lambda: Grid(5, 7, window=3),
     "plane-uneven": lambda: Grid(7, 5, window=(1, 3), dilation=(1, 2)),
@@ -157,7 +160,7 @@ class Built:
         self.over = GRIDS[row.grid]()
         lattice = self.over.grid
         assert lattice is not None
-        queries, keys = math.prod(lattice.outputs), math.prod(lattice.sizes)
+        queries, keys = math.prod(lattice.outputs) + lattice.prefix, math.prod(lattice.sizes) + lattice.prefix
         make = lambda items: torch.randn(batch, items, HEADS, DIM).to(row.dtype).requires_grad_().transpose(1, 2)
         self.tensors = make(queries), make(keys), make(keys)
         self.position = POSITIONS[row.position](len(lattice.sizes))
@@ -217,6 +220,9 @@ def test_kernels_equal_the_reference(row: Row):
         (Row("line-strided-window", option="dropout"), "pairs"),
         (Row("rows", "relative"), "tiled"),
         (Row("rows"), "grid"),
+        (Row("prefix"), "pairs"),
+        (Row("prefix", "rotary"), "pairs"),
+        (Row("prefix-all", "rotary"), "fused"),
         (Row("offsets"), "offsets"),
         (Row("offsets-strided", score="gat"), "offsets"),
         (Row("offsets-several"), "offsets"),
@@ -235,8 +241,13 @@ def test_which_kernel(row: Row, kernel: str):
     assert said.kernel == kernel, str(said)
 
 
-def _allowed(over: Neighbourhood, head: int, query: tuple[int, ...], key: tuple[int, ...]) -> bool:
-    """The definition in words of its own: points, not numbers."""
+Point = tuple[int, ...]
+
+
+def _allowed(over: Neighbourhood, head: int, query: Point | None, key: Point | None) -> bool:
+    """The definition in words of its own: points, not numbers; None stands nowhere."""
+    if query is None or key is None:
+        return True
     if isinstance(over, Offsets):
         return any(key == _folded(over, query, offset) for offset in OFFSETS[repr(over)][head])
     assert isinstance(over, Grid)
@@ -269,8 +280,9 @@ def test_the_reference_equals_numpy_point_by_point(name: str, position: str):
     built = Built(Row(name, position, dtype=torch.float64), batch=1)
     over, lattice = built.over, built.over.grid
     assert lattice is not None
-    queries = list(itertools.product(*map(range, lattice.outputs)))
-    keys = list(itertools.product(*map(range, lattice.sizes)))
+    nowhere: list[Point | None] = [None] * lattice.prefix
+    queries = nowhere + list(itertools.product(*map(range, lattice.outputs)))
+    keys = nowhere + list(itertools.product(*map(range, lattice.sizes)))
     with torch.no_grad():
         out = built.attend("reference")[0]
         weights = attention_weights(*built.tensors[:2], over=over, position=built.position)[0]
@@ -279,9 +291,9 @@ def test_the_reference_equals_numpy_point_by_point(name: str, position: str):
         allowed = np.array([[_allowed(over, h, q, k) for k in keys] for q in queries])
         assert (mask[h].numpy() == allowed).all()
         Q, K, V = (x[0, h].detach().numpy() for x in built.tensors)
-        at = [tuple(a * s for a, s in zip(q, lattice.stride, strict=True)) for q in queries]
+        at = [q and tuple(a * s for a, s in zip(q, lattice.stride, strict=True)) for q in queries]
         if position == "rotary":
-            Q, K = _turned(Q, at), _turned(K, keys)
+            Q, K = (_turned(x, places, len(lattice.sizes)) for x, places in ((Q, at), (K, keys)))
         bias = np.array([[_added(built.position, h, q, k, lattice.sizes) for k in keys] for q in at])
         np.testing.assert_allclose(weights[h].numpy(), definition.weights(Q, K, allowed=allowed, bias=bias), atol=1e-12)
         np.testing.assert_allclose(
@@ -289,19 +301,25 @@ def test_the_reference_equals_numpy_point_by_point(name: str, position: str):
         )
 
 
-def _turned(x: np.ndarray, points: list[tuple[int, ...]]) -> np.ndarray:
-    """Each part of the features turned by the point's place along one axis."""
-    parts = np.split(x, len(points[0]), axis=1)
+def _turned(x: np.ndarray, points: list[Point | None], axes: int) -> np.ndarray:
+    """Each part of the features turned by the point's place along one axis; what stands nowhere, not at all."""
+    parts = np.split(x, axes, axis=1)
     rows = [
-        np.concatenate([definition.rotary(part[i : i + 1], place) for part, place in zip(parts, point, strict=True)], 1)
+        np.concatenate(
+            [
+                definition.rotary(part[i : i + 1], place)
+                for part, place in zip(parts, point or (0,) * axes, strict=True)
+            ],
+            1,
+        )
         for i, point in enumerate(points)
     ]
     return np.concatenate(rows)
 
 
-def _added(
-    position: Position | None, head: int, query: tuple[int, ...], key: tuple[int, ...], sizes: tuple[int, ...]
-) -> float:
+def _added(position: Position | None, head: int, query: Point | None, key: Point | None, sizes: Point) -> float:
+    if query is None or key is None:
+        return 0.0
     if isinstance(position, RelativeBias):
         assert position.window is not None
         apart = [

@@ -72,7 +72,7 @@ def points_of(part: AnyPart, grid: Sequence[int] | None) -> Points:
     if own is not None:
         if grid is not None and (not isinstance(grid, Sequence) or tuple(grid) != own.sizes):
             raise ValueError(f"grid: it is {grid!r}, but the keys of this attention stand on {own.sizes}")
-        return Points(own, 0, 0)
+        return Points(own._replace(prefix=0), own.prefix, own.prefix)
     if grid is None:
         raise ValueError(
             f"grid: {part.call.over!r} does not say where items stand; pass grid=(height, width), such as (14, 14) for 196 "

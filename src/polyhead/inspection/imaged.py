@@ -34,7 +34,7 @@ class Imaged(NamedTuple):
     @property
     def shown(self) -> Lattice:
         """The lattice of what is shown."""
-        sizes, outputs, stride = self.points.lattice
+        sizes, outputs, stride, _ = self.points.lattice
         fewer = lambda each: tuple(-(-n // self.block) for n in each)
         return Lattice(fewer(sizes), fewer(outputs), stride)
 
@@ -54,7 +54,7 @@ class Imaged(NamedTuple):
 
     def record(self) -> dict[str, Any]:
         """As the page knows it."""
-        sizes, outputs, stride = self.shown
+        sizes, outputs, stride, _ = self.shown
         special = [self.points.queries, self.points.keys]
         return {"sizes": sizes, "outputs": outputs, "stride": stride, "special": special, "block": self.block}
 

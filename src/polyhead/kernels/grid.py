@@ -41,6 +41,8 @@ class OnGrid:
             return "it takes windows of a Grid, and nothing else"
         if over.outputs != over.sizes or max(over.stride) > 1:
             return "its queries are all points of the grid, without a stride"
+        if over.prefix:
+            return "it knows no tokens before the points"
         if call.bias is not None:
             return "it adds no bias but a table of distances"
         if over.exact and 2 * over.reach[0] + 1 > WIDE and call.table is None and call.dropout == 0:

@@ -36,7 +36,13 @@ class Pairs:
     def __call__(self, call: Call) -> Result:
         assert isinstance(call.over, Grid)
         graph = _graph(
-            call.over.sizes, call.over.outputs, call.over.stride, call.over.reach, call.over.dilation, call.q.device
+            call.over.sizes,
+            call.over.outputs,
+            call.over.stride,
+            call.over.reach,
+            call.over.dilation,
+            call.over.prefix,
+            call.q.device,
         )
         along = call._replace(over=graph)
         kernel = Native() if Native().refuses(along) is None else Edges()
@@ -46,11 +52,11 @@ class Pairs:
 @lru_cache(maxsize=8)
 def _graph(
     sizes: tuple[int, ...], outputs: tuple[int, ...], stride: tuple[int, ...], reach: tuple[int, ...],
-    dilation: tuple[int, ...], device: torch.device,
+    dilation: tuple[int, ...], prefix: int, device: torch.device,
 ) -> Graph:  # fmt: skip
     """The pairs of a grid, sorted once for every layer and step."""
     window = [2 * n + 1 for n in reach]
-    grid = Grid(*sizes, window=window, dilation=dilation, stride=stride, outputs=outputs)
+    grid = Grid(*sizes, window=window, dilation=dilation, stride=stride, outputs=outputs, prefix=prefix)
     # what is made in inference mode could not be used in training
     with torch.inference_mode(False):
         pairs: Int[Tensor, "2 pairs"] = grid.pairs(device)

@@ -15,15 +15,21 @@ from torch import Tensor
 from polyhead._torch import whole
 from polyhead.neighbourhood.base import Interval, Neighbourhood, Sizes
 
+# So many items too many are taken for tokens that stand nowhere.
+_TOKENS = 8
 PADDINGS = ("zeros", "replicate", "circular", "reflect")
 
 
 class Lattice(NamedTuple):
-    """Where items stand: keys at every point of a grid, queries at `stride` times the points of another."""
+    """Where items stand: keys at every point of a grid, queries at `stride` times the points of another.
+
+    The first `prefix` of both are tokens that stand nowhere, such as [CLS].
+    """
 
     sizes: tuple[int, ...]
     outputs: tuple[int, ...]
     stride: tuple[int, ...]
+    prefix: int = 0
 
     @property
     def sparse(self) -> bool:
@@ -31,21 +37,31 @@ class Lattice(NamedTuple):
         return self.sizes != self.outputs or max(self.stride) > 1
 
     def keys(self, device: torch.device) -> Int[Tensor, "keys axes"]:
-        """The keys' points."""
-        return points(torch.arange(math.prod(self.sizes), device=device), self.sizes)
+        """The keys' points; tokens that stand nowhere have the first."""
+        return self._behind(points(torch.arange(math.prod(self.sizes), device=device), self.sizes))
 
     def queries(self, device: torch.device) -> Int[Tensor, "queries axes"]:
         """The queries' points, counted as the keys' are; beyond the last key where the outputs are more."""
         number = torch.arange(math.prod(self.outputs), device=device)
-        return points(number, self.outputs) * torch.tensor(self.stride, device=device)
+        return self._behind(points(number, self.outputs) * torch.tensor(self.stride, device=device))
+
+    def _behind(self, points: Int[Tensor, "points axes"]) -> Int[Tensor, "items axes"]:
+        return torch.nn.functional.pad(points, (0, 0, self.prefix, 0)) if self.prefix else points
 
     def check(self, name: str, sizes: Sizes) -> None:
         """Raise where there are not as many keys and queries as points."""
         for what, each, number in (("keys", self.sizes, sizes.keys), ("queries", self.outputs, sizes.queries)):
-            if math.prod(each) != number:
+            wanted = math.prod(each) + self.prefix
+            if wanted != number:
+                tokens = f" and {self.prefix} before them" if self.prefix else ""
+                few = 0 < number - wanted <= _TOKENS and name == "Grid"
+                hint = (
+                    f"for tokens such as [CLS] in front pass prefix={number - wanted + self.prefix}"
+                    if few
+                    else "an image (batch, channels, *sizes) becomes items by x.flatten(2).transpose(1, 2)"
+                )
                 raise ValueError(
-                    f"{name}: {written(each)} are {math.prod(each)} points, but there are {number} {what}; "
-                    "an image (batch, channels, *sizes) becomes items by x.flatten(2).transpose(1, 2)"
+                    f"{name}: {written(each)} are {math.prod(each)} points{tokens}, but there are {number} {what}; {hint}"
                 )
 
 
@@ -72,10 +88,11 @@ class _OnLattice(Neighbourhood):
     sizes: tuple[int, ...]
     outputs: tuple[int, ...]
     stride: tuple[int, ...]
+    prefix: int = 0
 
     @property
     def grid(self) -> Lattice:
-        return Lattice(self.sizes, self.outputs, self.stride)
+        return Lattice(self.sizes, self.outputs, self.stride, self.prefix)
 
     def check(self, sizes: Sizes) -> None:
         self.grid.check(type(self).__name__, sizes)
@@ -104,6 +121,8 @@ class Grid(_OnLattice):
         dilation: how far apart the points of a window are.
         stride: how far apart the queries are, where they are not the keys: `mha(x[:, ::2], x, over=Grid(64, stride=2))`.
         outputs: how many queries there are along each axis; as many as the stride leaves of the points, unless given.
+        prefix: how many tokens there are before the points that stand nowhere, such as [CLS]. They see all and are seen by all;
+            positions leave them alone.
     """
 
     def __init__(
@@ -113,14 +132,20 @@ class Grid(_OnLattice):
         dilation: int | Sequence[int] = 1,
         stride: int | Sequence[int] = 1,
         outputs: Sequence[int] | None = None,
+        prefix: int = 0,
     ) -> None:
         self._place(sizes[0] if len(sizes) == 1 and isinstance(sizes[0], Sequence) else sizes, stride, outputs)
+        if not whole(prefix) or prefix < 0:
+            raise ValueError(f"Grid: prefix is {prefix!r}; it must be a whole number of tokens, 0 or more")
+        if prefix and self.grid.sparse:
+            raise ValueError(f"Grid: prefix is {prefix}, but queries that are not the keys have no tokens before them")
+        self.prefix = operator.index(prefix)
         self.dilation = _whole("Grid", "dilation", dilation, len(self.sizes))
         self.window = None if window is None else _window(window, len(self.sizes))
         if self.window is None and any(step > 1 for step in self.dilation):
             raise ValueError(f"Grid: dilation is {dilation!r}, but there is no window whose points could be apart")
         self.full = self.window is None
-        self.exact = self.full or (len(self.sizes) == 1 and self.dilation == (1,))
+        self.exact = self.full or (len(self.sizes) == 1 and self.dilation == (1,) and not self.prefix)
 
     @property
     def reach(self) -> tuple[int, ...]:
@@ -134,7 +159,7 @@ class Grid(_OnLattice):
     def told_apart(self) -> bool:
         """Whether the difference of two items' numbers tells their difference along each axis, within the window."""
         wide = zip(self.sizes[1:], self.reach[1:], self.dilation[1:], strict=True)
-        return not self.grid.sparse and all(2 * reach * step < n for n, reach, step in wide)
+        return not self.grid.sparse and not self.prefix and all(2 * reach * step < n for n, reach, step in wide)
 
     def apart(self, distance: Int[Tensor, "*any"]) -> Int[Tensor, "*any axes"]:
         """The difference along each axis, from that of two items' numbers, where these are told apart."""
@@ -149,7 +174,9 @@ class Grid(_OnLattice):
         if self.window is None:
             return torch.ones(torch.broadcast_shapes(query.shape, key.shape), dtype=torch.bool, device=key.device)
         # small numbers, an axis at a time: what is made here is of queries x keys
-        at, there = points(self._number(query), self.outputs).int(), points(key, self.sizes).int()
+        number = self._number(query)
+        at = points((number - self.prefix).clamp(min=0), self.outputs).int()
+        there = points((key - self.prefix).clamp(min=0), self.sizes).int()
         allowed: Tensor | None = None
         for axis, (stride, reach, step) in enumerate(zip(self.stride, self.reach, self.dilation, strict=True)):
             apart = there[..., axis] - at[..., axis] * stride
@@ -157,10 +184,10 @@ class Grid(_OnLattice):
             near = near if step == 1 else near & (apart % step == 0)
             allowed = near if allowed is None else allowed & near
         assert allowed is not None
-        return allowed
+        return allowed | (number < self.prefix) | (key < self.prefix) if self.prefix else allowed
 
     def interval(self, queries: int, keys: int, device: torch.device) -> Interval:
-        if self.window is None:
+        if self.window is None or self.prefix:
             return super().interval(queries, keys, device)
         middle = self.grid.queries(device)
         reach = torch.tensor([n * step for n, step in zip(self.reach, self.dilation, strict=True)], device=device)
@@ -175,18 +202,24 @@ class Grid(_OnLattice):
         return torch.tensor(list(product(*sides)))
 
     def pairs(self, device: torch.device) -> Int[Tensor, "2 pairs"]:
-        """All that is allowed, as keys above queries, one query after the other."""
+        """All that is allowed, as keys above queries."""
         apart = self.offsets().to(device)
-        at = self.grid.queries(device)[:, None] + apart
+        at = self.grid._replace(prefix=0).queries(device)[:, None] + apart
         last = torch.tensor(self.sizes, device=device)
         query, place = ((at >= 0) & (at < last)).all(-1).nonzero(as_tuple=True)
-        return torch.stack((numbers(at[query, place], self.sizes), query))
+        near = torch.stack((numbers(at[query, place], self.sizes), query)) + self.prefix
+        if not self.prefix:
+            return near
+        token, item = (torch.arange(n, device=device) for n in (self.prefix, math.prod(self.sizes) + self.prefix))
+        seeing, seen = torch.cartesian_prod(item, token).T, torch.cartesian_prod(token, item[self.prefix :]).T
+        return torch.cat((seeing, seen, near), 1)
 
     def __repr__(self) -> str:
         more = [f"window={_short(self.window)}"] if self.window is not None else []
         more += [f"dilation={_short(self.dilation)}"] if max(self.dilation) > 1 else []
         if max(self.stride) > 1 or self.outputs != self.sizes:
             more.append(f"stride={_short(self.stride)}, outputs={self.outputs}")
+        more += [f"prefix={self.prefix}"] if self.prefix else []
         return f"Grid({', '.join([*map(str, self.sizes), *more])})"
 
 
