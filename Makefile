@@ -14,7 +14,7 @@ test: .venv/test
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
-	$(BIN)/pytest
+	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses 2 --dist worksteal
 
 bench: .venv/test
 	$(BIN)/python -m benchmarks

@@ -132,7 +132,7 @@ def call(over, heads=2, queries=6, keys=6, **more):
         (lambda: Rotary(6, axes=2), r"Rotary: dim is 6; it must be a multiple of 4, two for each of 2 axes, at least 4"),
         (lambda: MultiHeadAttention(12, 2, position=Rotary(axes=2)), r"Rotary: head_dim is 6; it must be a multiple of 4"),
         (lambda: RelativeBias(2, window=(4, 3)), r"RelativeBias: window is \(4, 3\); it must be one odd number an axis"),
-        (lambda: RelativeBias(2, window=7), r"RelativeBias: window is 7; it must be one odd number an axis, such as \(7, 7\)"),
+        (lambda: RelativeBias(2, window=7), r"RelativeBias: window is 7; it must be one odd number an axis: \(7,\) along a line, \(7, 7\) in an image"),
         (lambda: QuadraticOffset([0.0, 1.0]), r"QuadraticOffset: centres have shape \(2,\); they must be finite numbers \(heads, axes\)"),
         (lambda: QuadraticOffset([(0.0, float("nan"))]), r"QuadraticOffset: centres have shape \(1, 2\); they must be finite"),
         (lambda: QuadraticOffset([(0.0,)], padding="same"), r"QuadraticOffset: padding is 'same'; it must be one of"),
@@ -141,6 +141,11 @@ def call(over, heads=2, queries=6, keys=6, **more):
         (lambda: Window(2) & Offsets([(0,)], (8,), stride=2), r"&: Window\(left=2, right=2\) counts queries along the keys"),
         (lambda: Grid(2, 3) & Grid(3, 2), r"&: Grid\(2, 3\) and Grid\(3, 2\) are joined, whose items stand on different grids"),
         (lambda: call(Grid(6, stride=2), queries=3, position=Rotary()), r"position: Rotary counts queries along the keys, .* such as Rotary\(axes=2\)"),
+        (lambda: Grid((8, 8), 7), r"Grid: sizes is \(\(8, 8\), 7\); the window is passed by its name: Grid\(\(8, 8\), window=…\)"),
+        (lambda: Grid(torch.ones(2, 3, 8, 8), window=3), r"Grid: sizes is something of shape \(2, 3, 8, 8\); pass the sizes of an image: Grid\(\*image.shape"),
+        (lambda: Grid(np.array([8, 8])), r"Grid: sizes is something of shape \(2,\)"),
+        (lambda: call(Grid(2, 3, stride=2)), r"there are 6 queries; with a stride, pass the points that ask as query"),
+        (lambda: MultiHeadAttention(8, 2)(torch.ones(1, 8, 5, 5)), r"query: its shape is \(1, 8, 5, 5\); it must be \(..., items, 8\); an image becomes items by query.flatten"),
         (lambda: Grid(2, 3, prefix=-1), r"Grid: prefix is -1; it must be a whole number of tokens, 0 or more"),
         (lambda: Grid(4, stride=2, prefix=1), r"Grid: prefix is 1, but queries that are not the keys have no tokens before them"),
         (lambda: call(Grid(1, 5)), r"Grid: 1 x 5 are 5 points, but there are 6 keys; for tokens such as \[CLS\] in front pass prefix=1"),
@@ -161,6 +166,11 @@ def test_messages(make, message):
 def test_a_grid_filters_a_graph():
     pairs = torch.tensor([[0, 1, 5], [0, 3, 0]])
     assert (Graph(pairs, 6) & Grid(2, 3, window=3)).edge_index.tolist() == [[0, 1], [0, 3]]
+
+
+def test_equal_grids_are_equal():
+    assert Grid(4, 5, window=3) == Grid((4, 5), window=(3, 3)) and len({Grid(4, 5), Grid(4, 5)}) == 1
+    assert Grid(4, 5) != Grid(5, 4) and Grid(4, 5) != Grid(4, 5, prefix=1) and Grid(4, 5) != "Grid(4, 5)"
 
 
 def test_pairs_of_one_distance_are_told_apart():

@@ -253,7 +253,9 @@ class RelativeBias(Position):
         if window is not None and not (
             isinstance(window, Sequence) and window and all(whole(n) and n > 0 and n % 2 for n in window)
         ):
-            raise ValueError(f"RelativeBias: window is {window!r}; it must be one odd number an axis, such as (7, 7)")
+            raise ValueError(
+                f"RelativeBias: window is {window!r}; it must be one odd number an axis: (7,) along a line, (7, 7) in an image"
+            )
         if buckets < 4 or buckets % 4:
             raise ValueError(f"RelativeBias: buckets is {buckets}; it must be a multiple of 4")
         if max_distance <= buckets:

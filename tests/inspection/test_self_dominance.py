@@ -11,7 +11,17 @@ from hypothesis import strategies as st
 from torch.testing import assert_close
 
 import polyhead
-from polyhead import ALiBi, Dot, MultiHeadAttention, RelativeBias, Rotary, attention_weights, self_dominance
+from polyhead import (
+    ALiBi,
+    Dot,
+    Grid,
+    MultiHeadAttention,
+    RelativeBias,
+    Rotary,
+    Window,
+    attention_weights,
+    self_dominance,
+)
 from polyhead.inspection import SelfDominance
 from polyhead.kernels import metrics
 
@@ -213,7 +223,7 @@ def test_it_is_written_in_one_line():
         (torch.ones(3, 4), {"layer": torch.nn.Linear(4, 4)}, "layer: it is Linear; it must be a MultiHeadAttention"),
         (torch.ones(3, 4), {"layer": MultiHeadAttention(6, 2)}, r"x: its shape is \(3, 4\); it must be \(\.\.\., items, 6\)"),
         (torch.ones(3, 6), {"layer": MultiHeadAttention(6, 2), "scale": 1.0}, "scale: it is 1.0, but the layer's score has its own"),
-        (torch.ones(4, 8), {"layer": MultiHeadAttention(8, 2, position=Rotary(axes=2))}, "layer: its position, Rotary, is for a grid; it must be"),
+        (torch.ones(4, 8), {"layer": MultiHeadAttention(8, 2, position=Rotary(axes=2))}, r"position: Rotary is for a grid of 2 axes"),
         (torch.ones(3, 6), {"layer": MultiHeadAttention(6, 2, d_key=5)}, "layer: its queries, keys and values have 6, 5 and 5 features"),
     ],
 )  # fmt: skip
@@ -228,3 +238,17 @@ def test_weights_that_are_no_numbers_are_named():
         layer.q_proj.weight[0, 0] = math.nan
     with pytest.raises(ValueError, match="scores have numbers that are not finite"):
         self_dominance(torch.ones(3, 6), layer)
+
+
+def test_on_a_grid_and_among_some():
+    torch.manual_seed(0)
+    x = torch.randn(2, 12, 16)
+    layer = MultiHeadAttention(16, 2, position=Rotary(axes=2))
+    assert self_dominance(x, layer, over=Grid(3, 4)).margin.shape == (2, 2, 12)
+    # only those that may be chosen count
+    near = self_dominance(x, over=Grid(3, 4, window=3))
+    everyone = self_dominance(x)
+    assert (near.margin >= everyone.margin).all() and (near.weight >= everyone.weight).all()
+    assert (self_dominance(x, over=Window(0)).margin == torch.inf).all()
+    ahead = self_dominance(x, over=Window(0, 1) & torch.ones(12, 12).triu(1).bool())
+    assert not ahead.peaks.any()

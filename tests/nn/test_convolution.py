@@ -125,6 +125,11 @@ def test_average_pooling(pool: nn.Module, dtype: torch.dtype):
     assert from_conv(pool).to(dtype)(x[0])[0].shape == pool(x[0]).shape
 
 
+def test_which_kernel():
+    assert from_conv(nn.Conv2d(2, 2, 3)).explain(torch.ones(1, 2, 5, 5)).kernel == "offsets"
+    assert from_conv(nn.Conv2d(2, 2, 3), alpha=3.0).explain(torch.ones(1, 2, 5, 5)).kernel == "tiled"
+
+
 def test_heads_look_at_the_taps():
     conv = nn.Conv2d(3, 5, 3, padding=1)
     image = torch.randn(2, 3, 6, 7)
@@ -230,7 +235,9 @@ def test_the_start_can_be_trained():
     assert set(silent) <= {"attention.k_proj.weight", "attention.k_proj.bias"}
     optimizer = torch.optim.SGD(attention.parameters(), lr=1e-2)
     optimizer.step()
-    with pytest.raises(ValueError, match=r"its scores depend on the content, W_Q and W_K are not zero"):
+    with pytest.raises(
+        ValueError, match=r"its scores depend on the content: W_Q and W_K, or their biases, are not zero"
+    ):
         to_conv(attention)
     with pytest.raises(ValueError, match=r"its scores depend on the content"):
         attention.certificate(x)
@@ -302,6 +309,8 @@ def test_how_far_from_a_convolution():
         (lambda: from_conv(nn.Conv2d(2, 2, 3), head_dim=0), r"head_dim: it is 0; it must be a whole number, 1 or more"),
         (lambda: from_conv(nn.Conv2d(2, 2, 3))(torch.ones(1, 2, 2, 9)), r"image: its size is 2 x 9, 2 x 9 with padding; the kernel spans 3 x 3"),
         (lambda: from_conv(nn.Conv2d(2, 2, 3))(torch.ones(1, 3, 9, 9)), r"image: its shape is \(1, 3, 9, 9\); it must be \(batch, 2, height, width\)"),
+        (lambda: from_conv(nn.Conv2d(2, 2, 3))(torch.ones(1, 2, 9, 9, dtype=torch.uint8)), r"image: it is torch.uint8; it must be a tensor of floating-point"),
+        (lambda: from_conv(nn.Conv2d(2, 2, 3))([[1.0]]), r"image: it is list; it must be a tensor of floating-point numbers"),
         (lambda: from_conv(nn.Conv2d(2, 2, 3))(torch.ones(9, 9)), r"image: its shape is \(9, 9\)"),
         (
             lambda: from_conv(nn.Conv2d(2, 2, 9, padding=4, padding_mode="reflect"))(torch.ones(2, 4, 9)),
@@ -316,7 +325,7 @@ def test_how_far_from_a_convolution():
         ),
         (
             lambda: to_conv(MultiHeadAttention(4, 2, position=QuadraticOffset([(0, 0), (1, 1)]))),
-            r"layer: its scores depend on the content, W_Q and W_K are not zero \(the largest entry of W_Qᵀ W_K of a head is",
+            r"layer: its scores depend on the content: W_Q and W_K, or their biases, are not zero \(the largest entry of W_Qᵀ W_K of a head is",
         ),
         (lambda: to_conv(from_conv(nn.AvgPool2d(2))), r"layer: it averages each channel by itself"),
     ],

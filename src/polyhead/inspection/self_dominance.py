@@ -13,7 +13,7 @@ from torch import Tensor
 from polyhead.kernels.call import Call, to_heads
 from polyhead.kernels.metrics import BLOCK
 from polyhead.kernels.reference import scores, softmax, through_sink
-from polyhead.neighbourhood import Dense
+from polyhead.neighbourhood import Dense, Neighbourhood
 from polyhead.nn.attention import MultiHeadAttention
 from polyhead.score import Dot
 
@@ -52,7 +52,11 @@ class SelfDominance(NamedTuple):
 
 @torch.no_grad()
 def self_dominance(
-    x: Float[Tensor, "... items features"], layer: MultiHeadAttention | None = None, *, scale: float | None = None
+    x: Float[Tensor, "... items features"],
+    layer: MultiHeadAttention | None = None,
+    *,
+    over: Neighbourhood | None = None,
+    scale: float | None = None,
 ) -> SelfDominance:
     """Which tokens peak on themselves, in plain self-attention or in the heads of a layer.
 
@@ -60,11 +64,13 @@ def self_dominance(
     itself if and only if |x_j| cos θ_ij ≤ |x_i| for all j. The longest token always does, and with equal norms all do. With a
     layer the scores are those of its heads, W_Q x_i · W_K x_j with biases, norms and positions, and anything may happen.
 
-    Everyone attends to everyone. It is computed in fp64, without dropout, in blocks of queries, and never builds items x items.
+    It is computed in fp64, without dropout, in blocks of queries, and never builds items x items.
 
     Args:
         x: tokens, which are queries and keys.
         layer: whose heads; None for plain self-attention. The answer then has an axis of heads before the last.
+        over: who may attend to whom, and where items stand for a position on a grid; everyone to everyone unless given. Only
+            tokens that may be chosen count.
         scale: of plain self-attention: what multiplies the products, 1/√features unless given, as in `Dot`. Margins are in the
             unit of the scores, so it multiplies them; a layer has its own.
 
@@ -74,10 +80,12 @@ def self_dominance(
     _check(x, layer, scale)
     if layer is None:
         tokens = x.double().unsqueeze(-3)
-        margin, weight = _measured(Call(tokens, tokens, tokens, Dense(), Dot(scale)))
+        call = Call(tokens, tokens, tokens, Dense() if over is None else over.within(True), Dot(scale))
+        call.over.check(call.sizes)
+        margin, weight = _measured(call)
         return SelfDominance(margin.squeeze(-2), weight.squeeze(-2))
     wide = copy.deepcopy(layer).double().eval()
-    call, _ = wide._call(x.double(), None, None, None, None, None)
+    call, _ = wide._call(x.double(), None, None, over, None, None)
     return SelfDominance(*_measured(call))
 
 
@@ -92,12 +100,14 @@ def _measured(call: Call) -> tuple[Float[Tensor, "... heads items"], Float[Tenso
 
 def _block(call: Call, queries: Tensor) -> tuple[Float[Tensor, "... heads rows"], Float[Tensor, "... heads rows"]]:
     s = scores(call, queries)
-    if not s.isfinite().all():
+    if bool((s.isnan() | (s == torch.inf)).any()):
         raise ValueError("x: its scores have numbers that are not finite; x, or the layer's weights, must be smaller")
     own = queries[:, None] == torch.arange(s.shape[-1], device=s.device)
     at = queries[:, None].expand(*s.shape[:-1], 1)
     margin = s.gather(-1, at)[..., 0] - s.masked_fill(own, -torch.inf).amax(-1)
-    small = _ROUNDING * torch.maximum(s.abs().amax(-1), _sizes(call, queries))
+    small = _ROUNDING * torch.maximum(s.masked_fill(s == -torch.inf, 0.0).abs().amax(-1), _sizes(call, queries))
+    # a token that may look at nobody, itself included, peaks nowhere
+    margin = margin.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
     p, lse = softmax(s)
     if call.sink is not None:
         p = p * through_sink(lse, call.sink)
@@ -131,10 +141,6 @@ def _check(x: Tensor, layer: MultiHeadAttention | None, scale: float | None) -> 
         raise ValueError(
             f"layer: its queries, keys and values have {layer.d_model}, {layer.d_key} and {layer.d_value} features; they must "
             "have as many, so that tokens can attend to themselves"
-        )
-    if layer is not None and layer.position is not None and layer.position.axes is not None:
-        raise ValueError(
-            f"layer: its position, {type(layer.position).__name__}, is for a grid; it must be one along a sequence, or None"
         )
     if scale is not None and layer is not None:
         raise ValueError(f"scale: it is {scale}, but the layer's score has its own; it must be left out")

@@ -5,8 +5,6 @@ from __future__ import annotations
 from functools import lru_cache
 
 import torch
-from jaxtyping import Int
-from torch import Tensor
 
 from polyhead._torch import native, numbers_hidden, watched
 from polyhead.kernels.call import Call, Result
@@ -35,30 +33,15 @@ class Pairs:
 
     def __call__(self, call: Call) -> Result:
         assert isinstance(call.over, Grid)
-        graph = _graph(
-            call.over.sizes,
-            call.over.outputs,
-            call.over.stride,
-            call.over.reach,
-            call.over.dilation,
-            call.over.prefix,
-            call.q.device,
-        )
+        graph = _graph(call.over, call.q.device)
         along = call._replace(over=graph)
         kernel = Native() if Native().refuses(along) is None else Edges()
         return kernel(along)
 
 
 @lru_cache(maxsize=8)
-def _graph(
-    sizes: tuple[int, ...], outputs: tuple[int, ...], stride: tuple[int, ...], reach: tuple[int, ...],
-    dilation: tuple[int, ...], prefix: int, device: torch.device,
-) -> Graph:  # fmt: skip
+def _graph(grid: Grid, device: torch.device) -> Graph:
     """The pairs of a grid, sorted once for every layer and step."""
-    window = [2 * n + 1 for n in reach]
-    grid = Grid(*sizes, window=window, dilation=dilation, stride=stride, outputs=outputs, prefix=prefix)
     # what is made in inference mode could not be used in training
     with torch.inference_mode(False):
-        pairs: Int[Tensor, "2 pairs"] = grid.pairs(device)
-        keys, queries = len(grid.grid.keys(device)), len(grid.grid.queries(device))
-        return Graph(pairs, (keys, queries))
+        return Graph(grid.pairs(device), (len(grid.grid.keys(device)), len(grid.grid.queries(device))))

@@ -54,12 +54,11 @@ class Lattice(NamedTuple):
             wanted = math.prod(each) + self.prefix
             if wanted != number:
                 tokens = f" and {self.prefix} before them" if self.prefix else ""
-                few = 0 < number - wanted <= _TOKENS and name == "Grid"
-                hint = (
-                    f"for tokens such as [CLS] in front pass prefix={number - wanted + self.prefix}"
-                    if few
-                    else "an image (batch, channels, *sizes) becomes items by x.flatten(2).transpose(1, 2)"
-                )
+                hint = "an image (batch, channels, *sizes) becomes items by x.flatten(2).transpose(1, 2)"
+                if what == "queries" and number == math.prod(self.sizes):
+                    hint = "with a stride, pass the points that ask as query, x.unflatten(1, sizes)[:, ::2, ::2].flatten(1, 2), and all as key"
+                elif 0 < number - wanted <= _TOKENS and name == "Grid":
+                    hint = f"for tokens such as [CLS] in front pass prefix={number - wanted + self.prefix}"
                 raise ValueError(
                     f"{name}: {written(each)} are {math.prod(each)} points{tokens}, but there are {number} {what}; {hint}"
                 )
@@ -134,7 +133,7 @@ class Grid(_OnLattice):
         outputs: Sequence[int] | None = None,
         prefix: int = 0,
     ) -> None:
-        self._place(sizes[0] if len(sizes) == 1 and isinstance(sizes[0], Sequence) else sizes, stride, outputs)
+        self._place(_sizes(sizes), stride, outputs)
         if not whole(prefix) or prefix < 0:
             raise ValueError(f"Grid: prefix is {prefix!r}; it must be a whole number of tokens, 0 or more")
         if prefix and self.grid.sparse:
@@ -146,6 +145,12 @@ class Grid(_OnLattice):
             raise ValueError(f"Grid: dilation is {dilation!r}, but there is no window whose points could be apart")
         self.full = self.window is None
         self.exact = self.full or (len(self.sizes) == 1 and self.dilation == (1,) and not self.prefix)
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is Grid and vars(self) == vars(other)
+
+    def __hash__(self) -> int:
+        return hash((self.grid, self.window, self.dilation))
 
     @property
     def reach(self) -> tuple[int, ...]:
@@ -330,6 +335,21 @@ def written(sizes: tuple[int, ...]) -> str:
 
 def _short(each: tuple[Any, ...]) -> Any:
     return each[0] if all(a == b for a, b in pairwise(each)) else each
+
+
+def _sizes(given: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Sizes as they were passed: each by itself, or all in one."""
+    first = given[0] if given else None
+    if isinstance(first, Sequence) and len(given) == 1:
+        return tuple(first)
+    if isinstance(first, Sequence):
+        raise ValueError(f"Grid: sizes is {given!r}; the window is passed by its name: Grid({first!r}, window=…)")
+    if getattr(first, "ndim", 0):
+        shape = tuple(getattr(first, "shape", ()))
+        raise ValueError(
+            f"Grid: sizes is something of shape {shape}; pass the sizes of an image: Grid(*image.shape[-2:])"
+        )
+    return given
 
 
 def _window(given: Any, axes: int) -> tuple[int | None, ...]:

@@ -395,7 +395,9 @@ class MultiHeadAttention(nn.Module):
         ):
             shape = x.shape
             if len(shape) < 2 or shape[-1] != features:
-                raise ValueError(f"{name}: its shape is {tuple(shape)}; it must be (..., items, {features})")
+                image = len(shape) > 2 and shape[1] == features
+                hint = f"; an image becomes items by {name}.flatten(2).transpose(1, 2)" if image else ""
+                raise ValueError(f"{name}: its shape is {tuple(shape)}; it must be (..., items, {features}){hint}")
             if shape[:-2] != query.shape[:-2]:
                 raise ValueError(
                     f"{name}: its batch is {tuple(shape[:-2])}, but the query's is {tuple(query.shape[:-2])}"

@@ -14,7 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from polyhead._torch import numbers_hidden, watched
-from polyhead.attend import attention_weights
+from polyhead.attend import Explanation, attention_weights
 from polyhead.heads import Heads
 from polyhead.neighbourhood import Grid, Neighbourhood, Offsets
 from polyhead.neighbourhood.grid import written
@@ -64,7 +64,16 @@ class ConvolutionalAttention(nn.Module):
         y = y.contiguous() if image.is_contiguous() else y
         return y.unflatten(-1, outputs), heads
 
+    def explain(self, image: Float[Tensor, "*batch channels *sizes"]) -> Explanation:
+        """Which kernel a call with this image takes, and why the faster ones refuse. No attention is computed."""
+        x, sizes = self._items(image)
+        query = _asking(x, self.geometry, sizes, self.geometry.outputs(sizes))
+        return self.attention.explain(query, None if query is x else x, over=self.over(sizes, x.device))
+
     def _items(self, image: Tensor) -> tuple[Float[Tensor, "*batch points channels"], tuple[int, ...]]:
+        if not isinstance(image, Tensor) or not image.is_floating_point():
+            given = image.dtype if isinstance(image, Tensor) else type(image).__name__
+            raise ValueError(f"image: it is {given}; it must be a tensor of floating-point numbers")
         axes, channels = self.geometry.axes, self.attention.d_model
         if image.dim() not in (axes + 1, axes + 2) or (not self.channelwise and image.shape[-axes - 1] != channels):
             names = ("length", "height, width", "depth, height, width")[axes - 1]
@@ -297,7 +306,7 @@ def to_conv(layer: ConvolutionalAttention | MultiHeadAttention, *, leak: float =
     Args:
         layer: what `from_conv` made, trained further or not; or a `MultiHeadAttention` with a `QuadraticOffset`, which becomes a
             convolution of stride 1 that keeps an image's size.
-        leak: how much of its weight a head may put elsewhere than on one point.
+        leak: how much of its weight a head may put elsewhere than on one point: at most, whatever the image's size.
 
     Raises:
         ValueError: where heads do not look at fixed points, with how far from it they are.

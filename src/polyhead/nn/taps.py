@@ -39,10 +39,10 @@ def check_content(layer: MultiHeadAttention) -> None:
         raise ValueError("layer: it adds its query to the output (residual=True), which is no part of its attention")
     q, k = layer.q_proj, layer.k_proj
     if layer.position is not None and not _silent(q) and not _silent(k):
-        product = _largest_score(layer)
         raise ValueError(
-            f"layer: its scores depend on the content, W_Q and W_K are not zero (the largest entry of W_Qᵀ W_K of a head is {product:.2g}, "
-            "before the scale); a convolution looks at fixed points whatever stands there"
+            f"layer: its scores depend on the content: W_Q and W_K, or their biases, are not zero (the largest entry of W_Qᵀ W_K of a head is "
+            f"{_largest_score(layer):.2g}, before the scale); a convolution looks at fixed points whatever stands there. To train where heads look "
+            "and nothing else of the scores, freeze q_proj at zero: q_proj.requires_grad_(False)"
         )
 
 
