@@ -168,6 +168,23 @@ def test_a_grid_filters_a_graph():
     assert (Graph(pairs, 6) & Grid(2, 3, window=3)).edge_index.tolist() == [[0, 1], [0, 3]]
 
 
+@pytest.mark.parametrize("over", [Grid(4, 5, window=3), Grid(4, 5), Grid(2, 9, prefix=2), Grid(20)], ids=repr)
+def test_distances_on_a_grid_are_those_of_points(over):
+    torch.manual_seed(0)
+    lattice = over.grid
+    points = lattice.keys(CPU).float()
+    apart = torch.cdist(points, points)
+    apart[: lattice.prefix] = apart[:, : lattice.prefix] = 0
+    layer = MultiHeadAttention(8, 2)
+    x = torch.randn(2, 20, 8)
+    _, heads = layer(x, over=over)
+    assert torch.allclose(heads.distance(), (heads.weights * apart).sum(-1), atol=1e-5)
+    with torch.no_grad():
+        assert torch.allclose(layer(x, over=over)[1].distance(), heads.distance(), atol=1e-5)
+    head = MultiHeadAttention(8, 2)(torch.randn(1, 64, 8), over=Offsets([(1, 1), (0, 1)], (8, 8)))[1].distance()
+    assert torch.allclose(head[0, :, 0], torch.tensor([2**0.5, 1.0]))
+
+
 def test_equal_grids_are_equal():
     assert Grid(4, 5, window=3) == Grid((4, 5), window=(3, 3)) and len({Grid(4, 5), Grid(4, 5)}) == 1
     assert Grid(4, 5) != Grid(5, 4) and Grid(4, 5) != Grid(4, 5, prefix=1) and Grid(4, 5) != "Grid(4, 5)"

@@ -75,7 +75,9 @@ def answers(
     """
     known: dict[int, Any] = {}
     if isinstance(part, Part) and _streams(part, moved if any(q.moved for q in questions) else None):
-        waiting = [number for number, q in enumerate(questions) if _streamed(q)]
+        # the pass knows numbers of items, not points
+        flat = part.call.over.grid is None
+        waiting = [number for number, q in enumerate(questions) if _streamed(q) and (flat or q.name != "distance")]
         while waiting:
             together = _together(questions, waiting)
             known.update(zip(together, _pass(part, [questions[n] for n in together], moved, lse), strict=True))

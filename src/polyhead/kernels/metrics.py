@@ -160,8 +160,20 @@ def positive(x: Tensor) -> Tensor:
 
 
 def distance(part: Part) -> Float[Tensor, "... heads queries"]:
-    """How far each query looks on average: Σ p |key − query|."""
-    return _each_query(part, lambda p, query, key, columns: (p * (key - query).abs()).sum(-1))
+    """How far each query looks on average: Σ p |key − query|, on a grid from point to point."""
+    grid = part.call.over.grid
+    if grid is None:
+        return _each_query(part, lambda p, query, key, columns: (p * (key - query).abs()).sum(-1))
+    offset, prefix = part.call.sizes.keys - part.call.sizes.queries, grid.prefix
+    at, there = grid.queries(part.call.q.device), grid.keys(part.call.q.device)
+
+    def far(p: Tensor, query: Tensor, key: Tensor, columns: slice) -> Tensor:
+        number = query[:, 0] - offset
+        apart = (there[key] - at[number][:, None]).to(p.dtype).norm(dim=-1)
+        # tokens that stand nowhere are at no distance
+        return (p * apart * ((number >= prefix)[:, None] & (key >= prefix))).sum(-1)
+
+    return _each_query(part, far)
 
 
 def mass(part: Part, offset: int) -> Float[Tensor, "... heads queries"]:
