@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import ctypes
 import io
@@ -10,6 +11,7 @@ import os
 import sys
 import tempfile
 import time
+import zipfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,8 +29,23 @@ PICTURES = Path(__file__).resolve().parent.parent / "docs" / "experiments"
 BLUE, ORANGE, GREEN, GREY = "#0072B2", "#D55E00", "#009E73", "#7F7F7F"
 
 
+# of a file of arrays that is not whole, or holds something else
+UNREADABLE = (KeyError, ValueError, OSError, EOFError, zipfile.BadZipFile)
+
+
 class DataError(Exception):
     """A file of data is missing, or is not what it should be; the message says what to do."""
+
+
+def natural(text: str) -> int:
+    """A whole number from 1 on, for argparse."""
+    try:
+        number = int(text)
+    except ValueError:
+        number = 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 on")
+    return number
 
 
 class Citations(NamedTuple):
@@ -53,7 +70,8 @@ def planetoid(folder: Path, name: str) -> Citations:
     """Read `folder/name.npz`: CSR features, `edge_index`, `labels`, and the node numbers `train`, `valid` and `test`."""
     file = folder / f"{name}.npz"
     try:
-        with np.load(file, allow_pickle=False) as arrays:
+        # np.load would leave a truncated file open
+        with file.open("rb") as stream, np.load(stream, allow_pickle=False) as arrays:
             a = {key: arrays[key] for key in arrays.files}
         count = np.diff(a["features_indptr"])
         rows = np.repeat(np.arange(len(count)), count)
@@ -70,7 +88,7 @@ def planetoid(folder: Path, name: str) -> Citations:
         return Citations(features, *whole)
     except FileNotFoundError:
         reason = f"there is no {file}"
-    except (KeyError, ValueError, OSError) as error:
+    except UNREADABLE as error:
         reason = f"{file} cannot be read: {error}"
     raise DataError(
         f"{reason}\nIt should hold {name} of https://github.com/kimiyoung/planetoid (data/ind.{name}.*) as one .npz with "

@@ -30,7 +30,7 @@ from typing import Any, Literal
 
 import mnist
 import torch
-from common import BLUE, GREEN, GREY, ORANGE, PICTURES, print_table, progress, run, write_json, write_picture
+from common import BLUE, GREEN, GREY, ORANGE, PICTURES, natural, print_table, progress, run, write_json, write_picture
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure, SubFigure
 from rich.progress import Progress
@@ -342,9 +342,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     add = parser.add_argument
     add("--data", type=Path, metavar="FILE", help="mnist.npz (default: drawn patterns)")
     add("--seed", type=int, default=0, help="of the convolutions that are compared")
-    add("--seeds", type=int, default=6, help="of learning, from 0 (default: %(default)s)")
-    add("--steps", type=int, default=1200, help="of learning (default: %(default)s)")
-    add("--threads", type=int, default=1, help="of torch (default: %(default)s)")
+    add("--seeds", type=natural, default=6, help="of learning, from 0 (default: %(default)s)")
+    add("--steps", type=natural, default=1200, help="of learning (default: %(default)s)")
+    add("--threads", type=natural, default=1, help="of torch (default: %(default)s)")
     add("--out", type=Path, default=PICTURES / "convolution.png", help="the picture; …_learned beside it")
     add("--json", type=Path, metavar="FILE", help="write the numbers")
     arguments = parser.parse_args(argv)

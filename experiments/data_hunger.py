@@ -42,6 +42,7 @@ import common
 import mnist
 import torch
 import torch.nn.functional as F
+from common import natural
 from matplotlib.figure import Figure
 from mnist import CLASSES, Digits
 from rich.progress import Progress
@@ -111,7 +112,7 @@ def attention(channels: int) -> nn.Module:
 
 
 def random_centres(channels: int) -> nn.Module:
-    layer = of_convolution(nn.Conv2d(channels, channels, 3, padding=1), 1.0)
+    layer = from_conv(nn.Conv2d(channels, channels, 3, padding=1), alpha=1.0).attention
     position = QuadraticOffset(torch.randn(HEADS, 2), padding="zeros")
     for linear in (layer.q_proj, layer.k_proj, layer.o_proj):
         assert linear is not None
@@ -121,11 +122,7 @@ def random_centres(channels: int) -> nn.Module:
 
 
 def from_a_convolution(channels: int) -> nn.Module:
-    return Attention(of_convolution(nn.Conv2d(channels, channels, 3, padding=1), ALPHA))
-
-
-def of_convolution(conv: nn.Conv2d, alpha: float) -> MultiHeadAttention:
-    return from_conv(conv, alpha=alpha).attention
+    return Attention(from_conv(nn.Conv2d(channels, channels, 3, padding=1), alpha=ALPHA).attention)
 
 
 ARMS: dict[str, Callable[[int], nn.Module]] = {
@@ -197,7 +194,7 @@ def measure(wanted: dict[str, Any], settings: Settings, digits: Digits, bar: Pro
     arm, seed, images = wanted["arm"], wanted["seed"], wanted["images"]
     order = torch.randperm(len(digits.images), generator=torch.Generator().manual_seed(seed))
     held, chosen = order[:VALIDATION], order[VALIDATION : VALIDATION + images]
-    # one skeleton's start for all arms: what mixes draws after it
+    # one skeleton's start for all arms: what mixes is drawn after it
     torch.manual_seed(seed)
     network = Network(ARMS[arm], settings.channels, settings.layers)
     torch.manual_seed(seed)
@@ -362,14 +359,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--data", type=Path, required=True, metavar="FILE", help="mnist.npz")
     out = Path("build/data_hunger")
     add("--out", type=Path, default=out, metavar="FOLDER", help="where results are kept (default: %(default)s)")
-    add("--images", type=int, nargs="+", default=list(IMAGES), metavar="N", help="(default: 100 … 10,000)")
+    add("--images", type=natural, nargs="+", default=list(IMAGES), metavar="N", help="(default: 100 … 10,000)")
     add("--arms", nargs="+", choices=ARMS, default=list(ARMS), metavar="ARM", help=f"of {', '.join(ARMS)}")
     add("--rates", type=float, nargs="+", default=list(RATES), help="of which the best is taken")
-    add("--choice", type=int, default=1000, help="training images for the choice of the rate (default: %(default)s)")
-    add("--seeds", type=int, default=3, help="how many, from 0 (default: %(default)s)")
+    add("--choice", type=natural, default=1000, help="training images when the rate is chosen (default: %(default)s)")
+    add("--seeds", type=natural, default=3, help="how many, from 0 (default: %(default)s)")
     for name in ("steps", "batch", "channels", "layers"):
-        add(f"--{name}", type=int, default=Settings._field_defaults[name], help="(default: %(default)s)")
-    add("--threads", type=int, default=1, help="of torch (default: %(default)s)")
+        add(f"--{name}", type=natural, default=Settings._field_defaults[name], help="(default: %(default)s)")
+    add("--threads", type=natural, default=1, help="of torch (default: %(default)s)")
     add("--report", action="store_true", help="train nothing: the tables and the picture of what there is")
     add("--picture", type=Path, default=common.PICTURES / "data_hunger.png", help="(default: docs/experiments/…)")
     add("--json", type=Path, metavar="FILE", help="write the results")
@@ -378,8 +375,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     def work() -> None:
         torch.set_num_threads(arguments.threads)
         digits = mnist.read(arguments.data, PATCH)
-        numbers = (*arguments.images, arguments.choice)
-        if max(numbers) > len(digits.images) - VALIDATION or min(numbers) < 1:
+        if max(*arguments.images, arguments.choice) > len(digits.images) - VALIDATION:
             raise common.DataError(
                 f"--images, --choice: there are {len(digits.images):,} training images, of which {VALIDATION:,} are for validation"
             )

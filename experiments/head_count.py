@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from common import BLUE, GREEN, GREY, ORANGE, PICTURES, print_table, progress, run, write_json, write_picture
+from common import BLUE, GREEN, GREY, ORANGE, PICTURES, natural, print_table, progress, run, write_json, write_picture
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
@@ -396,12 +396,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Fit, print the tables, draw the picture."""
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     add = parser.add_argument
-    add("--channels", type=int, default=8, help="of the image, before and after (default: %(default)s)")
-    add("--starts", type=int, default=12, help="of each fit, the best of which counts (default: %(default)s)")
-    add("--steps", type=int, default=1000, help="of Adam (default: %(default)s)")
-    add("--draws", type=int, default=1000, help="random kernels whose signs are looked at (default: %(default)s)")
+    add("--channels", type=natural, default=8, help="of the image, before and after (default: %(default)s)")
+    add("--starts", type=natural, default=12, help="of each fit, the best of which counts (default: %(default)s)")
+    add("--steps", type=natural, default=1000, help="of Adam (default: %(default)s)")
+    add("--draws", type=natural, default=1000, help="random kernels whose signs are looked at (default: %(default)s)")
     add("--seed", type=int, default=0)
-    add("--threads", type=int, default=1, help="of torch (default: %(default)s)")
+    add("--threads", type=natural, default=1, help="of torch (default: %(default)s)")
     add("--out", type=Path, default=PICTURES / "head_count.png", help="the picture")
     add("--json", type=Path, metavar="FILE", help="write the results")
     arguments = parser.parse_args(argv)

@@ -26,10 +26,11 @@ class Digits(NamedTuple):
 
 
 def read(file: Path, side: int = PATCH) -> Digits:
-    """Read mnist.npz, as patches of side x side pixels; with 28, a whole image is one patch."""
+    """Read mnist.npz, as patches of side x side pixels; side divides 28, and with 28 a whole image is one patch."""
     names = ("train_images", "train_labels", "test_images", "test_labels")
     try:
-        with np.load(file, allow_pickle=False) as arrays:
+        # np.load would leave a truncated file open
+        with file.open("rb") as stream, np.load(stream, allow_pickle=False) as arrays:
             a = [arrays[name] for name in names]
         images, labels, test_images, test_labels = (
             patches(x, side) if x.ndim == 3 else torch.from_numpy(x.astype(np.int64)) for x in a
@@ -38,7 +39,7 @@ def read(file: Path, side: int = PATCH) -> Digits:
         return Digits(images, labels, test_images, test_labels, digest)
     except FileNotFoundError:
         reason = f"there is no {file}"
-    except (KeyError, ValueError, OSError) as error:
+    except common.UNREADABLE as error:
         reason = f"{file} cannot be read: {error}"
     raise common.DataError(
         f"{reason}\nIt should hold MNIST as one .npz: train_images (60,000 x 28 x 28, uint8), train_labels, test_images "
@@ -47,6 +48,6 @@ def read(file: Path, side: int = PATCH) -> Digits:
 
 
 def patches(images: np.ndarray[Any, Any], side: int = PATCH) -> Tensor:
-    """(count, 28, 28) from 0 to 255 → (count, 16, 49) from 0 to 1; the first patch is the corner at the top left."""
+    """(count, 28, 28) from 0 to 255 → (count, (28 / side)², side²) from 0 to 1; the first patch is the corner at the top left."""
     grid = images.reshape(len(images), 28 // side, side, 28 // side, side).transpose(0, 1, 3, 2, 4)
     return torch.from_numpy(np.ascontiguousarray(grid).reshape(len(images), -1, side * side)).float().div_(255)

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from common import BLUE, GREEN, GREY, ORANGE, PICTURES, print_table, progress, run, write_json, write_picture
+from common import BLUE, GREEN, GREY, ORANGE, PICTURES, natural, print_table, progress, run, write_json, write_picture
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor
@@ -219,10 +219,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print the tables, draw the picture."""
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     add = parser.add_argument
-    add("--sets", type=int, default=20, help="of random tokens, for each size and spread (default: %(default)s)")
-    add("--sentences", type=int, default=259, help="that the model reads, at most (default: %(default)s)")
+    add("--sets", type=natural, default=20, help="of random tokens, for each size and spread (default: %(default)s)")
+    add("--sentences", type=natural, default=259, help="that the model reads, at most (default: %(default)s)")
     add("--seed", type=int, default=0)
-    add("--threads", type=int, default=1, help="of torch (default: %(default)s)")
+    add("--threads", type=natural, default=1, help="of torch (default: %(default)s)")
     add("--out", type=Path, default=PICTURES / "self_dominance.png", help="the picture")
     add("--json", type=Path, metavar="FILE", help="write the results")
     arguments = parser.parse_args(argv)

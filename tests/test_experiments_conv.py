@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +24,7 @@ def importable(monkeypatch):
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
-    for name in ("common", "convolution", "data_hunger", "mnist"):
+    for name in ("common", "convolution", "data_hunger", "head_count", "mnist", "self_dominance"):
         sys.modules.pop(name, None)
 
 
@@ -133,8 +134,10 @@ def test_data_hunger_goes_on_where_it_was_killed(images, tmp_path):
     command = [sys.executable, str(HERE / "data_hunger.py"), *hunger(images, killed, *more, "100000")]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
+        deadline = time.monotonic() + 60
         while not (killed / "results.jsonl").exists():
-            assert process.poll() is None
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.05)
     finally:
         process.send_signal(signal.SIGKILL)
         process.wait()
@@ -161,9 +164,29 @@ def test_bad_data_is_a_message(name, tmp_path, capsys):
     said = capsys.readouterr().err
     assert "there is no" in said and "train_images (60,000 x 28 x 28" in said and "--data" in said
     np.savez(file, labels=np.arange(3))
-    assert module.main(["--data", str(file), *out]) == 1
-    assert "cannot be read" in capsys.readouterr().err
+    whole = file.read_bytes()
+    for content in (whole, whole[: len(whole) // 2], b""):
+        file.write_bytes(content)
+        assert module.main(["--data", str(file), *out]) == 1
+        said = capsys.readouterr().err
+        assert "cannot be read" in said and "train_images (60,000 x 28 x 28" in said
     assert not (tmp_path / "a.png").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "option"),
+    [
+        *(("convolution", option) for option in ("seeds", "steps", "threads")),
+        *(("data_hunger", option) for option in ("images", "choice", "seeds", "steps", "batch", "channels", "layers")),
+        *(("head_count", option) for option in ("channels", "starts", "steps", "draws")),
+        *(("self_dominance", option) for option in ("sets", "sentences")),
+    ],
+)
+@pytest.mark.parametrize("number", ["0", "-1", "some"])
+def test_a_number_that_must_be_positive(name, option, number, capsys):
+    with pytest.raises(SystemExit):
+        __import__(name).main([f"--{option}", number])
+    assert f"--{option}: {number!r} is not a whole number from 1 on" in capsys.readouterr().err
 
 
 def test_more_images_than_there_are_is_a_message(images, tmp_path, capsys):

@@ -92,6 +92,12 @@ std::string difference(const Kernels &kernels, int64_t n, int64_t k, const Optio
         for (int64_t m = 0; m < each; ++m) {
             const Dense point = nearest(taken(x[t], m), n, k);
             for (int64_t i = 0; i < size; ++i) x[t][place(m, i)] = T(point[i]);
+            if (!o.transport) continue;
+            // A moment that was carried along is tangent, and the kernel relies on it: (x + Δ)ᵀ(x + Δ) is then I + ΔᵀΔ, with no
+            // eigenvalue below 1. Of another moment the inverse root would come out with 9 digits.
+            const Dense any = taken(first[t], m), at = taken(x[t], m);
+            const Dense out = times(at, symmetric(inside(at, any, n, k, k), k), n, k);
+            for (int64_t i = 0; i < size; ++i) first[t][place(m, i)] = T(any[i] - out[i]);
         }
     }
     g[1][place(1, size - 1)] = std::numeric_limits<T>::infinity();

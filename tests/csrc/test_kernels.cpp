@@ -21,9 +21,10 @@ using naive::Numbers;
 
 namespace {
 
-std::mt19937 generator(7);
+// Each test has one of its own, so that none depends on what was drawn before it.
+using Generator = std::mt19937;
 
-Numbers normal(int64_t count) {
+Numbers normal(int64_t count, Generator &generator) {
     std::normal_distribution<float> distribution;
     Numbers x(count);
     // numbers that float holds exactly: both precisions are given the same problem
@@ -38,6 +39,7 @@ struct Graph {
 };
 
 Graph random_graph(const char *name, int64_t sources, int64_t destinations, int64_t edges) {
+    Generator generator(1);
     Graph graph{name, sources, destinations, {}, {}};
     for (int64_t e = 0; e < edges; ++e) {
         graph.source.push_back(int32_t(generator() % sources));
@@ -173,24 +175,25 @@ struct Options {
 };
 
 void test_attention(const Graph &g, int kind, int64_t heads, int64_t dim, const Options &o) {
+    Generator generator(2);
     Case c{};
     c.kind = kind, c.batch = o.batch, c.sources = g.sources, c.destinations = g.destinations;
     c.heads = heads, c.dim = dim, c.source = g.source, c.destination = g.destination;
     c.factor = o.factor, c.dropout = o.dropout, c.seed = -77, c.tied = o.tied && kind != GAT;
     const int64_t to = o.batch * g.destinations * heads, from = o.batch * g.sources * heads, edges = c.edges();
-    c.q = normal(kind == GAT ? to : to * dim);
-    c.k = normal(kind == GAT ? from : from * dim);
-    if (!c.tied) c.v = normal(from * dim);
-    if (kind == GATV2) c.a = normal(heads * dim);
+    c.q = normal(kind == GAT ? to : to * dim, generator);
+    c.k = normal(kind == GAT ? from : from * dim, generator);
+    if (!c.tied) c.v = normal(from * dim, generator);
+    if (kind == GATV2) c.a = normal(heads * dim, generator);
     if (kind == GATV2 && o.features) {
         c.edge_features = o.features;
-        c.features = normal(edges * o.features);
-        c.map = normal(heads * o.features * dim);
+        c.features = normal(edges * o.features, generator);
+        c.map = normal(heads * o.features * dim, generator);
     }
-    if (kind == GAT && o.inside) c.inside = normal(edges * heads);
-    if (o.weights) c.weights = normal(edges);
-    c.d_out = normal(to * dim);
-    if (o.d_lse) c.d_lse = normal(to);
+    if (kind == GAT && o.inside) c.inside = normal(edges * heads, generator);
+    if (o.weights) c.weights = normal(edges, generator);
+    c.d_out = normal(to * dim, generator);
+    if (o.d_lse) c.d_lse = normal(to, generator);
     Answer wanted;
     naive::forward(c, wanted);
     naive::backward(c, wanted);
@@ -206,7 +209,8 @@ void test_attention(const Graph &g, int kind, int64_t heads, int64_t dim, const 
 template <class T>
 void test_gather_sum(const Graph &g, int64_t width) {
     Sorted s = sorted(g);
-    Numbers rows = normal(g.sources * width), wanted(g.destinations * width, 0);
+    Generator generator(3);
+    Numbers rows = normal(g.sources * width, generator), wanted(g.destinations * width, 0);
     for (size_t e = 0; e < g.source.size(); ++e)
         for (int64_t x = 0; x < width; ++x) wanted[g.destination[e] * width + x] += rows[g.source[e] * width + x];
     Copy<T> v(rows);
@@ -220,6 +224,7 @@ void test_gather_sum(const Graph &g, int64_t width) {
 }
 
 void test_observe() {
+    Generator generator(4);
     for (int64_t keys : {1, 7, 16, 37, 130})
         for (int64_t queries : {1, 6, 33})
             for (int sums : {0, 1, 3, 4})
@@ -234,6 +239,7 @@ void test_observe() {
 }
 
 void test_short() {
+    Generator generator(5);
     for (const Kernels *kernels : instruction_sets()) {
         std::string wrong = few::test<float>(*kernels, generator);
         if (wrong.empty()) wrong = few::test<double>(*kernels, generator);
@@ -243,12 +249,14 @@ void test_short() {
 }
 
 void test_grid() {
+    Generator generator(6);
     std::string wrong = windows::test<float>(instruction_sets(), generator);
     if (wrong.empty()) wrong = windows::test<double>(instruction_sets(), generator);
     if (!wrong.empty()) fail("windows of a grid: " + wrong);
 }
 
 void test_stiefel() {
+    Generator generator(7);
     for (const Kernels *kernels : instruction_sets()) {
         std::string wrong = orthonormal::test<float>(*kernels, generator);
         if (wrong.empty()) wrong = orthonormal::test<double>(*kernels, generator);

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.testing import assert_close
 
 from polyhead import Causal, attend, explain
 from polyhead._torch import native
@@ -200,6 +201,22 @@ def test_threads_change_nothing() -> None:
     assert_equal(found[0], computed("reference", over, inputs, dropout=0.1), 2e-4)
     for other in found[1:]:
         assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
+
+
+# with the weights kept between both sweeps, and without
+@pytest.mark.parametrize(("side", "batch"), [(7, 3150), (10, 1500)])
+def test_a_table_of_more_parts_than_are_summed_at_once(side: int, batch: int) -> None:
+    over = Grid(side, side, window=2 * side - 1)
+    inputs, table = tensors(over, batch=(batch,), heads=(8, 4, 4), dim=3, width=2), table_for(over, 8, torch.float64)
+
+    def gradients(*qkv: Tensor) -> tuple[Tensor, ...]:
+        out, _ = run(Call(*qkv, over, Dot(), table), "grid")
+        return torch.autograd.grad(out.square().sum(), [*qkv, table])
+
+    *found, d_table = gradients(*inputs)
+    one, other = (gradients(*(x.chunk(2)[half] for x in inputs)) for half in (0, 1))
+    assert all(torch.equal(x, torch.cat(two)) for x, *two in zip(found, one[:3], other[:3], strict=True))
+    assert_close(d_table, one[3] + other[3], rtol=1e-11, atol=1e-9)
 
 
 def test_every_number_is_written(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import product
 from typing import Any
 
 import torch
@@ -76,9 +75,10 @@ def _window(over: Grid) -> tuple[list[int], list[int], list[int]]:
 
 def _distances(sizes: Sequence[int], reach: Sequence[int], steps: Sequence[int]) -> Tensor:
     """Of each offset in a window, row by row, the place of its distance in a table."""
-    strides = [math.prod(sizes[axis + 1 :]) for axis in range(len(sizes))]
-    sides = (range(-n * step * s, n * step * s + 1, step * s) for n, step, s in zip(reach, steps, strides, strict=True))
-    return torch.tensor([sum(offset) for offset in product(*sides)]) + (math.prod(sizes) - 1)
+    place = torch.zeros(1, dtype=torch.long)
+    for size, n, step in zip(sizes, reach, steps, strict=True):
+        place = (place[:, None] * size + step * torch.arange(-n, n + 1)).flatten()
+    return place + (math.prod(sizes) - 1)
 
 
 _INPUTS = (

@@ -196,9 +196,10 @@ struct GridWork : GridRows<T> {
     }
 };
 
-// False where there is no room. Parts are taken as threads get free.
+// False where there is no room. Parts are taken as threads get free: those from `first` to `stop`, counted through the batch, for
+// each head.
 template <class T, class Worker, class Work>
-bool over_parts(const Grid &in, const GridCut &cut, int64_t heads, Work work) {
+bool over_parts(const Grid &in, const GridCut &cut, int64_t heads, int64_t first, int64_t stop, Work work) {
     constexpr int64_t LINE = 64, NUMBERS = LINE / int64_t(sizeof(T));
     auto lines = [](int64_t count) { return (count + NUMBERS - 1) / NUMBERS * NUMBERS; };
     int64_t numbers = 0;
@@ -208,12 +209,12 @@ bool over_parts(const Grid &in, const GridCut &cut, int64_t heads, Work work) {
     });
     const int64_t stretches = cut.stretches(Worker::ROWS) * int64_t(sizeof(Stretch));
     const int64_t bytes = numbers * int64_t(sizeof(T)) + (stretches + LINE - 1) / LINE * LINE;
-    const int64_t count = in.batch * heads * cut.parts();
-    const int threads = int(least(in.threads, count));
+    const int64_t end = stop * heads;
+    const int threads = int(least(in.threads, end - first * heads));
     std::unique_ptr<void, decltype(&std::free)> memory(std::calloc(size_t(bytes * threads + LINE), 1), &std::free);
     if (!memory) return false;
     char *scratch = reinterpret_cast<char *>((reinterpret_cast<uintptr_t>(memory.get()) + LINE - 1) / LINE * LINE);
-    int64_t next = 0;
+    int64_t next = first * heads;
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (int thread = 0; thread < threads; ++thread) {
         T *free = reinterpret_cast<T *>(scratch + thread * bytes);
@@ -227,7 +228,7 @@ bool over_parts(const Grid &in, const GridCut &cut, int64_t heads, Work work) {
             int64_t number;
 #pragma omp atomic capture
             number = next++;
-            if (number >= count) break;
+            if (number >= end) break;
             work(own, part_of(cut, heads, number), number);
         }
     }
@@ -238,7 +239,8 @@ template <class T>
 bool grid_forward(const Grid &in) {
     using Worker = GridWork<T>;
     const GridCut cut(in, NATIVE<T>, Worker::ROWS);
-    return over_parts<T, Worker>(in, cut, in.heads, [](Worker &own, const GridPart &part, int64_t) { own.forward(part); });
+    return over_parts<T, Worker>(in, cut, in.heads, 0, in.batch * cut.parts(),
+                                 [](Worker &own, const GridPart &part, int64_t) { own.forward(part); });
 }
 
 }  // namespace

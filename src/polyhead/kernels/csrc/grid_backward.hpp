@@ -251,32 +251,39 @@ bool grid_backward(const Grid &in, const GridGradients &g) {
     constexpr int64_t KEPT = (int64_t(3) << 19) / int64_t(sizeof(T));
     GridCut cut(in, NATIVE<T>, Worker::ROWS, true);
     if (cut.pieces > 1 || 2 * cut.ring * cut.offsets * cut.pitch > KEPT) cut = GridCut(in, NATIVE<T>, Worker::ROWS);
-    const int64_t offsets = in.table ? cut.offsets : 0, parts = cut.parts();
-    // each part's own sums, added in one order whatever the threads do
+    // Each part has sums of its own, which are added in one order whatever the threads do. So many parts are done at once that
+    // their sums take little memory, and that no thread is idle.
+    constexpr int64_t SUMS = (int64_t(1) << 25) / int64_t(sizeof(T));
+    const int64_t offsets = in.table ? cut.offsets : 0, each = in.heads * offsets, parts = in.batch * cut.parts();
+    const int64_t at_once = each ? least(parts, most_of(in.threads, SUMS / each)) : parts;
     std::unique_ptr<void, decltype(&std::free)> memory(
-        std::malloc(size_t(in.batch * parts * in.heads * offsets + 1) * sizeof(T)), &std::free);
+        std::calloc(size_t(each) * sizeof(double) + size_t(at_once * each) * sizeof(T) + 1, 1), &std::free);
     if (!memory) return false;
-    T *tables = static_cast<T *>(memory.get()), *d_table = static_cast<T *>(g.d_table);
-    auto over = [&](int64_t heads, auto work) {
-        return over_parts<T, Worker>(in, cut, heads, [&](Worker &own, const GridPart &part, int64_t number) {
+    double *sums = static_cast<double *>(memory.get());
+    T *tables = reinterpret_cast<T *>(sums + each), *d_table = static_cast<T *>(g.d_table);
+    auto over = [&](int64_t heads, int64_t first, int64_t stop, auto work) {
+        return over_parts<T, Worker>(in, cut, heads, first, stop, [&](Worker &own, const GridPart &part, int64_t number) {
             own.given = &g;
             work(own, part, number);
         });
     };
-    bool done;
-    if (cut.keeps)
-        done = over(in.key_heads, [&](Worker &own, const GridPart &part, int64_t number) {
-            own.together(part, tables + number / in.key_heads * in.heads * offsets);
-        });
-    else
-        done = over(in.heads, [&](Worker &own, const GridPart &part, int64_t number) {
-                   own.by_queries(part, tables + number * offsets);
-               }) && over(in.key_heads, [&](Worker &own, const GridPart &part, int64_t) { own.by_keys(part); });
-    for (int64_t n = 0; done && n < in.heads * offsets; ++n) {
-        double sum = 0;
-        for (int64_t p = 0; p < in.batch * parts; ++p) sum += double(tables[p * in.heads * offsets + n]);
-        d_table[n] = T(sum);
+    bool done = true;
+    for (int64_t first = 0, stop; done && first < parts; first = stop) {
+        stop = least(parts, first + at_once);
+        if (cut.keeps)
+            done = over(in.key_heads, first, stop, [&](Worker &own, const GridPart &part, int64_t number) {
+                own.together(part, tables + (number / in.key_heads - first) * each);
+            });
+        else
+            done = over(in.heads, first, stop, [&](Worker &own, const GridPart &part, int64_t number) {
+                own.by_queries(part, tables + (number - first * in.heads) * offsets);
+            });
+        for (int64_t p = 0; done && p < stop - first; ++p)
+            for (int64_t n = 0; n < each; ++n) sums[n] += double(tables[p * each + n]);
     }
+    if (done && !cut.keeps)
+        done = over(in.key_heads, 0, parts, [&](Worker &own, const GridPart &part, int64_t) { own.by_keys(part); });
+    for (int64_t n = 0; done && n < each; ++n) d_table[n] = T(sums[n]);
     return done;
 }
 

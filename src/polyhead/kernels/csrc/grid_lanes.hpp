@@ -71,6 +71,7 @@ struct GridLanes {
     using V = Vec<T, L>;
     // rows of queries, neighbours and features that are under way at once: what the registers hold
     static constexpr int ROWS = 2, ACROSS = VECTOR_BYTES == 64 ? 8 : 5, DEEP = VECTOR_BYTES == 64 ? 8 : 4;
+    static_assert(ROWS == 2, "loops take a stretch as seen by both rows, by the first or by the second: a third has no loop");
 
     // Rows of points, `size` numbers each.
     struct Rows {
@@ -159,7 +160,6 @@ struct GridLanes {
     template <int F>
     static POLYHEAD_ALONE void sums_tile(const Stretch *stretches, int64_t many, const T *weights, Rows b, int64_t pitch,
                                          int64_t step, T *into, int64_t next_row, bool fresh) {
-        static_assert(ROWS == 2, "a stretch is seen by both rows, or by one of them");
         V sum[ROWS][F];
         for (int r = 0; r < ROWS; ++r)
             for (int f = 0; f < F; ++f) sum[r][f] = fresh ? V{} : load<V>(into + r * next_row + f * L);

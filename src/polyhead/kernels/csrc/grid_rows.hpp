@@ -29,32 +29,52 @@ struct GridCut {
     static constexpr int64_t POINTS = 256, STRIP = 16;
 
     // `weights`: those of the rows at hand are kept, and rows that are computed for two strips are dear
-    GridCut(const Grid &in, int lanes, int rows_at_once, bool weights = false)
-        : keeps(weights), axes(in.axes), slabs(1), height(in.sizes[axes - 2]), width(in.sizes[axes - 1]),
-          reach_y(in.reach[axes - 2]), step_y(in.steps[axes - 2]), reach_x(in.reach[axes - 1]), step_x(in.steps[axes - 1]), across(2 * reach_x + 1), views(1) {
-        int64_t rows_of_slab = height;
-        halo = reach_y * step_y;
+    GridCut(const Grid &in, int lanes, int rows_at_once, bool weights = false) : keeps(weights), axes(in.axes) {
+        measure(in);
+        cut_rows(rows_at_once);
+        cut_points(lanes);
+    }
+
+    // What there is before anything is cut.
+    void measure(const Grid &in) {
+        height = in.sizes[axes - 2], reach_y = in.reach[axes - 2], step_y = in.steps[axes - 2];
+        width = in.sizes[axes - 1], reach_x = in.reach[axes - 1], step_x = in.steps[axes - 1];
+        slabs = views = 1;
+        halo = reach_y * step_y, pad = reach_x * step_x;
         for (int64_t axis = axes - 3; axis >= 0; --axis) {
-            halo += in.reach[axis] * in.steps[axis] * rows_of_slab;
-            rows_of_slab *= in.sizes[axis], slabs *= in.sizes[axis], views *= 2 * in.reach[axis] + 1;
+            // a step along this axis passes all slabs of those after it
+            halo += in.reach[axis] * in.steps[axis] * slabs * height;
+            slabs *= in.sizes[axis], views *= 2 * in.reach[axis] + 1;
         }
-        rows = slabs * height, offsets = views * (2 * reach_y + 1) * across;
-        pad = reach_x * step_x;
-        const int64_t block = rows_at_once * step_y, wanted = keeps ? most_of(2 * STRIP, 8 * halo) : most_of(STRIP, halo / 2);
-        strip = (wanted + block - 1) / block * block, strips = (rows + strip - 1) / strip;
+        rows = slabs * height;
+        across = 2 * reach_x + 1, offsets = views * (2 * reach_y + 1) * across;
+    }
+
+    // Strips of whole blocks of rows.
+    void cut_rows(int rows_at_once) {
+        const int64_t block = rows_at_once * step_y;
+        strip = up_to(keeps ? most_of(2 * STRIP, 8 * halo) : most_of(STRIP, halo / 2), block);
+        strips = pieces_of(rows, strip);
         ring = least(rows, 2 * halo + (keeps ? 2 : 1) * block);
-        auto whole = [&](int64_t n) { return (n + lanes - 1) / lanes * lanes; };
-        pieces = (width + most_of(POINTS, 4 * pad) - 1) / most_of(POINTS, 4 * pad);
-        piece = whole((width + pieces - 1) / pieces), pieces = (width + piece - 1) / piece;
-        left = whole(pad), pitch = left + piece + whole(pad);
+    }
+
+    // Pieces of whole vectors, of nearly one size.
+    void cut_points(int lanes) {
+        piece = up_to(pieces_of(width, pieces_of(width, most_of(POINTS, 4 * pad))), lanes);
+        pieces = pieces_of(width, piece);
+        left = up_to(pad, lanes), pitch = left + piece + up_to(pad, lanes);
         // features that are a power of two apart would share few places of the cache
         if (pitch / lanes % 4 == 0) pitch += lanes;
     }
 
+    // so many pieces of `size` hold n; and what they hold
+    static int64_t pieces_of(int64_t n, int64_t size) { return (n + size - 1) / size; }
+    static int64_t up_to(int64_t n, int64_t size) { return pieces_of(n, size) * size; }
+
     int64_t parts() const { return strips * pieces; }
     // the stretches that a block of rows can have
     int64_t stretches(int rows_at_once) const {
-        return views * (2 * reach_y + rows_at_once) * ((across + LONG - 1) / LONG);
+        return views * (2 * reach_y + rows_at_once) * pieces_of(across, LONG);
     }
 };
 
