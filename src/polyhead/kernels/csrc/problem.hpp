@@ -136,7 +136,7 @@ struct StiefelStep {
     Matrices x, g, first, second;     // without data: there is none
     bool canonical;                   // the metric: else Euclidean
     int64_t copies;                   // 0: each number has a second moment; else each matrix, written so often along its rows
-    bool tangent;                     // what is normal to the manifold is taken out of d
+    bool tangent;                     // what is normal to the manifold is taken out of d, which has to be tangent otherwise
     bool transport;                   // and out of `first`, where the matrix has arrived
     double sign, keep, add, now, ahead, keep_second, root, eps, scale;
     uint8_t *left;                    // (tensors, matrices): those that are too far for this kernel, and were not touched
