@@ -1,6 +1,7 @@
 """Heads on a grid: where they look from a point, over the image, and around all points on average."""
 
 import itertools
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -142,7 +143,9 @@ def test_the_middle_is_looked_at_and_an_image_is_not_needed():
 def test_with_a_stride_the_query_stands_among_the_keys():
     over = Grid(6, 8, window=3, stride=2)
     heads = looked(48, over=over, queries=12)
-    weights, frames = drawn(heads.plot(at=(1, 3)).axes[0])
+    figure = heads.plot(at=(1, 3), image=torch.rand(6, 8))
+    assert figure.axes[0].get_title() == "query (1, 3), at point (2, 6)"
+    weights, frames = drawn(figure.axes[1])
     assert frames == {(5.5, 1.5)}
     np.testing.assert_allclose(weights, heads[0, 7].detach().view(6, 8), atol=1e-6)
 
@@ -206,6 +209,47 @@ def test_the_range_of_an_image():
     assert pixels(normalised).min() == 0 and pixels(normalised).max() == 255
     assert pixels(torch.full((4, 6), 7.0)).max() == 0
     assert pixels(torch.ones(4, 6, dtype=torch.bool)).min() == 255
+    # a mask of whole numbers is no picture that is all but black
+    for kind in (np.uint8, np.int64):
+        mask = np.eye(4, 6, dtype=kind)
+        assert (pixels(mask)[..., 0] == 255 * mask).all()
+    assert pixels(np.zeros((4, 6), np.uint8)).max() == 0
+
+
+def test_a_large_image_is_shrunk_before_it_is_drawn():
+    heads = looked(35, over=Grid(5, 7, window=3))
+    photo = np.zeros((3000, 4200, 3), np.uint8)
+    photo[:1500] = 200
+    figure = heads.plot(image=photo, at=(2, 3))
+    for axis in figure.axes[:7]:
+        assert max(axis.images[0].get_array().shape[:2]) <= 640
+    shown = figure.axes[0].images[0].get_array()
+    assert shown.shape == (428, 600, 3) and shown[0, 0, 0] == 200 and shown[-1, 0, 0] == 0
+    # one grey image for all heads
+    greys = [axis.images[0].get_array() for axis in figure.axes[1:7]]
+    assert all((grey == greys[0]).all() for grey in greys)
+
+
+def test_even_attention_is_not_painted_as_strong():
+    mha = MultiHeadAttention(30, 2)
+    torch.nn.init.zeros_(mha.q_proj.weight)
+    heads = mha(torch.randn(35, 30), over=Grid(5, 7))[1]
+    figure = heads.plot(image=torch.rand(3, 50, 70), at=(2, 3))
+    norm = figure.axes[1].images[-1].norm
+    assert norm.vmax == pytest.approx(4 / 35) and norm(1 / 35) == pytest.approx(0.5)
+    assert heads.contribution().plot(at=(2, 3)).axes[0].images[-1].norm(0) == 0
+    # a strong weight is the top of the scale, as ever
+    one = looked(35, over=Offsets(TAPS, (5, 7)), heads=3).plot(at=(2, 3))
+    assert one.axes[0].images[-1].norm.vmax == 1
+
+
+@pytest.mark.parametrize("number, tall", [(49, 1), (49, 2), (144, 1), (3, 1)])
+def test_many_heads_fit_on_a_figure(number, tall):
+    mha = MultiHeadAttention(2 * number, number)
+    heads = mha(torch.randn(12, 2 * number), over=Grid(3, 4))[1]
+    for figure in (heads.plot(at=(1, 1), image=torch.rand(30 * tall, 30)), heads.plot()):
+        assert max(figure.get_size_inches()) <= 20.01
+        assert sum(axis.get_title().startswith("head ") for axis in figure.axes) == number
 
 
 def test_what_is_wrong_is_said():
@@ -221,7 +265,10 @@ def test_what_is_wrong_is_said():
         (lambda: plain.around(1, grid=(6, 7)), "6 x 7 are 42 points, but there are 35 keys"),
         (lambda: plain.around(1, grid=(0, 7)), "grid: it is .0, 7.; it must be whole numbers"),
         (lambda: on_grid.around(1, grid=(7, 5)), "but the keys of this attention stand on"),
-        (lambda: on_grid.around(-1), "reach: it is -1; it must be a whole number, or one for each of 2 axes"),
+        (
+            lambda: on_grid.around(-1),
+            "reach: it is -1; it must be a whole number, 0 or more, or one for each of 2 axes",
+        ),
         (lambda: on_grid.around((1, 1, 1)), "or one for each of 2 axes"),
         (lambda: on_grid.plot(at=(5, 0)), "at: it is .5, 0.; it must be a point of 5 x 7 queries"),
         (lambda: on_grid.plot(at="cls"), "at: it is 'cls'; it must be a point"),
@@ -234,9 +281,20 @@ def test_what_is_wrong_is_said():
         (lambda: on_grid.plot(image=torch.rand(2, 3, 8, 8)), r"shape \(2, 3, 8, 8\); .* of a batch pass one image"),
         (lambda: on_grid.plot(image=torch.rand(8, 8, 2)), "with 1, 3 or 4 channels"),
         (lambda: on_grid.plot(image=photo.log() / 0), "not finite"),
-        (lambda: on_grid.plot(image="photo.png"), "image: it is <U9"),
-        (lambda: on_grid.plot(image=photo, around=1), "pass one of these"),
-        (lambda: on_grid.plot(image=photo, tokens=["a"]), "pass one of these"),
+        (
+            lambda: on_grid.plot(image="photo.png"),
+            "image: it is 'photo.png', the name of a file; open it first: PIL.Image.open",
+        ),
+        (lambda: on_grid.plot(image=Path("photo.png")), "image: it is 'photo.png', the name of a file"),
+        (lambda: on_grid.plot(around=-1), "around: it is -1; it must be a whole number, 0 or more"),
+        (
+            lambda: on_grid.plot(image=photo, around=1),
+            "around: it draws the average over all queries, which stands nowhere",
+        ),
+        (lambda: on_grid.plot(at=(1, 1), around=1), "leave it out, or image and at"),
+        (lambda: on_grid.plot(image=photo, tokens=["a"]), "tokens: it is for heat-maps"),
+        (lambda: on_grid.plot(image=photo, size=64), "size: it is for heat-maps"),
+        (lambda: on_grid.plot(around=1, size=64), "size: it is for heat-maps"),
         (lambda: on_grid.plot(image=photo, batch=1), "batch: it is 1"),
     ]:
         with pytest.raises(ValueError, match=message):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import base64
 import html as text
+import math
+import os
 import struct
 import zlib
 from collections.abc import Sequence
@@ -23,6 +25,12 @@ _RAMP = ((255, 255, 255), (198, 219, 239), (107, 174, 214), (33, 113, 181), (8, 
 _NAMES = 40
 # Frames, which are seen on the colours that they are not.
 _ORANGE, _BLUE = "#d55e00", "#1f6feb"
+# Inches that a figure takes at most, to either side, and how many panels of their full width it has in a row.
+_INCHES, _ROW = 20.0, 4
+# An image is drawn no wider or higher than this, in pixels.
+_LARGEST = 640
+# The top of a colour scale is at least so many times even attention, which would else be painted as strong.
+_EVEN = 4
 # Colours, colours and transparency, grey: where two axes could be the channels, the likelier is.
 _CHANNELS = (3, 4, 1)
 
@@ -52,7 +60,7 @@ def plot(
         picture = axis.imshow(
             grid[place], vmin=0.0, vmax=high or 1.0, cmap="Blues", extent=extent, aspect="auto", interpolation="nearest"
         )
-        axis.set_title(f"head {number}", fontsize=10)
+        axis.set_title(f"head {number}", fontsize=10 * _narrow(axes))
         _name(axis, tokens, shape)
         if place % columns == 0:
             axis.set_ylabel("query")
@@ -74,7 +82,7 @@ def plot_around(maps: Float[Tensor, "heads height width"], numbers: Sequence[int
         extent = (-right - 0.5, right + 0.5, down + 0.5, -down - 0.5)
         picture = axis.imshow(one, vmin=0.0, vmax=high or 1.0, cmap="Blues", extent=extent, interpolation="nearest")
         _outline(axis, (0, 0), _ORANGE)
-        axis.set_title(f"head {number}", fontsize=10)
+        axis.set_title(f"head {number}", fontsize=10 * _narrow(axes))
         axis.locator_params(integer=True, nbins=7)
         if not down:
             axis.set_yticks([])
@@ -96,7 +104,8 @@ def plot_over(
 
     Colours go by the square root, so that weights that are spread over many points are seen beside one that is not.
     """
-    shown = None if image is None else pixels(image)
+    shown = None if image is None else shrunk(pixels(image))
+    grey = None if shown is None else 0.4 + 0.6 * (shown @ np.array([0.299, 0.587, 0.114])) / 255
     grid = maps.float().cpu().numpy()
     rows, columns = grid.shape[-2:]
     height, width = (rows, columns) if shown is None else shown.shape[:2]
@@ -104,7 +113,7 @@ def plot_over(
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import PowerNorm
 
-    scale = PowerNorm(0.5, 0.0, (float(grid.max()) if grid.size else 1.0) or 1.0)
+    scale = PowerNorm(0.5, 0.0, _top(grid, measure))
     colours, frame = ("Blues", _ORANGE) if shown is None else ("YlOrRd", _BLUE)
     # the points are the unit, whatever the image's size; its pixels stay square
     extent = (-0.5, columns - 0.5, rows - 0.5, -0.5)
@@ -112,13 +121,12 @@ def plot_over(
     panels = list(axes.flat)
     if shown is not None:
         panels[0].imshow(shown, extent=extent, aspect=aspect, interpolation="nearest")
-        panels[0].set_title(asks.name, fontsize=10)
+        panels[0].set_title(asks.name, fontsize=10 * _narrow(axes))
         _outline(panels[0], asks.point, frame)
         panels = panels[1:]
     for place, (axis, number) in enumerate(zip(panels, numbers, strict=False)):
         strength = None
-        if shown is not None:
-            grey = 0.4 + 0.6 * (shown @ np.array([0.299, 0.587, 0.114])) / 255
+        if grey is not None:
             axis.imshow(grey, vmin=0, vmax=1, cmap="gray", extent=extent, aspect=aspect, interpolation="nearest")
             strength = 0.92 * np.clip(np.asarray(scale(grid[place])), 0, 1) ** 0.6
         axis.imshow(
@@ -126,7 +134,7 @@ def plot_over(
         )
         _outline(axis, asks.point, frame)
         elsewhere = "" if special is None or measure != "weight" else f", {special[place]:.0%} on special tokens"
-        axis.set_title(f"head {number}{elsewhere}", fontsize=10 if not elsewhere else 9)
+        axis.set_title(f"head {number}{elsewhere}", fontsize=(9 if elsewhere else 10) * _narrow(axes))
     for axis in axes.flat:
         axis.locator_params(integer=True, nbins=6)
     if len(numbers):
@@ -134,15 +142,34 @@ def plot_over(
     return figure
 
 
+def _top(grid: npt.NDArray[np.float32], measure: str) -> float:
+    """The largest number of a colour scale."""
+    if not grid.size or not grid.max() > 0:
+        return 1.0
+    even = min(1 / _EVEN, 1 / grid[0].size) if measure == "weight" else float(grid.mean())
+    return max(float(grid.max()), _EVEN * even)
+
+
+def _narrow(axes: npt.NDArray[Any]) -> float:
+    """How much smaller letters are above panels of which many stand in a row."""
+    return float(min(1.0, 1.5 * _ROW / axes.shape[1]))
+
+
 def _figure(panels: int, tall: float = 1.0) -> tuple[Figure, npt.NDArray[Any]]:
-    """A figure with room for so many panels, so tall for their width, four in a row; what is left over is empty."""
+    """A figure with room for so many panels, so tall for their width, four in a row; what is left over is empty.
+
+    Of many panels more stand in a row, about as many as make a square, and the figure does not grow beyond a size.
+    """
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError("plot() draws with matplotlib: pip install polyhead[plot]") from error
-    columns = min(4, max(panels, 1))
+    high = max(2.0, 2.6 * tall + 0.4)
+    columns = min(max(_ROW, math.ceil(math.sqrt(panels * high / 3.0))), max(panels, 1))
     lines = max(1, -(-panels // columns))
-    figure = Figure(figsize=(3.0 * columns + 0.8, max(2.0, 2.6 * tall + 0.4) * lines), layout="constrained")
+    size = 3.0 * columns + 0.8, high * lines
+    smaller = min(1.0, _INCHES / max(size))
+    figure = Figure(figsize=(smaller * size[0], smaller * size[1]), layout="constrained")
     axes = figure.subplots(lines, columns, squeeze=False)
     for axis in axes.flat[panels:]:
         axis.set_axis_off()
@@ -162,6 +189,8 @@ def _outline(axis: Any, point: tuple[int, ...] | None, colour: str) -> None:
 
 def pixels(image: Any) -> npt.NDArray[np.uint8]:
     """An image of any of the usual forms as bytes (height, width, 3)."""
+    if isinstance(image, (str, os.PathLike)):
+        raise ValueError(f"image: it is {os.fspath(image)!r}, the name of a file; open it first: PIL.Image.open(…)")
     array = np.asarray(
         image.detach().cpu().float() if isinstance(image, Tensor) and image.is_floating_point() else image
     )
@@ -178,17 +207,28 @@ def pixels(image: Any) -> npt.NDArray[np.uint8]:
         )
     # how transparent a pixel is, is not shown
     array = np.broadcast_to(array[..., :3], (*array.shape[:2], 3))
-    if array.dtype == np.uint8:
+    # whole numbers up to 1 are a mask, not a picture that is all but black
+    if array.dtype == np.uint8 and array.max() > 1:
         return np.ascontiguousarray(array)
     values = array.astype(np.float64)
     if not np.isfinite(values).all():
         raise ValueError("image: some of its numbers are not finite")
     low, high = float(values.min()), float(values.max())
-    if array.dtype.kind in "iu" and low >= 0 and high <= 255:
+    if array.dtype.kind in "iu" and low >= 0 and 1 < high <= 255:
         return values.astype(np.uint8)
     if low < 0 or high > 1:
         values = (values - low) / ((high - low) or 1.0)
     return np.round(255 * values).astype(np.uint8)
+
+
+def shrunk(shown: npt.NDArray[np.uint8], largest: int = _LARGEST) -> npt.NDArray[np.uint8]:
+    """An image (height, width, 3) that is no larger than needed: means over blocks of pixels."""
+    step = -(-max(shown.shape[:2]) // largest)
+    if step <= 1:
+        return shown
+    height, width = (max(1, n // step) for n in shown.shape[:2])
+    cut = shown[: height * step, : width * step]
+    return cut.reshape(height, min(step, len(cut)), width, -1, 3).mean((1, 3)).round().astype(np.uint8)
 
 
 def _name(axis: Any, tokens: Sequence[str] | None, shape: Sequence[int]) -> None:

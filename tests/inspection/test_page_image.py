@@ -85,7 +85,10 @@ def test_too_many_patches_are_shown_in_blocks(monkeypatch):
     given = content(page)
     one = given["layers"][0]
     assert one["image"]["sizes"] == [3, 4] and one["image"]["block"] == 2 and one["queries"] == one["keys"] == 13
-    assert given["notes"] == ["Patches are shown in blocks of 2 x 2: all of them would not fit on a page."]
+    (note,) = given["notes"]
+    assert note.startswith(
+        "Patches are shown in blocks of 2 x 2: all of them would not fit on a page. A block's weights are"
+    )
     assert given["image"]["first"] == 12
     seen = array(page, one["arrays"]["seen"]).astype("f4") ** 2 / 255**2
     assert one["arrays"]["seen"]["kind"] == "u1"
@@ -103,9 +106,15 @@ def test_how_heads_look():
     assert found.offset.tolist() == [list(tap) for tap in taps]
     assert torch.allclose(found.fixed, torch.tensor([4 / 5, 1, 4 / 5 * 5 / 7, 6 / 7]))
     assert torch.allclose(found.itself, torch.tensor([0.0, 1, 0, 0])) and not found.special.any()
-    # those that have no key beyond the border look at nothing
-    _, cut = layer()(torch.randn(1, 35, 32), over=Offsets(taps, GRID))
-    assert torch.allclose(looking(cut, imaged.imaged(cut, None).points).fixed, found.fixed)
+    # those that have no key beyond the border look at nothing, and do not count
+    _, cut = layer()(torch.randn(1, 35, 32), over=Offsets([*taps[:3], (1, 1)], GRID))
+    found = looking(cut, imaged.imaged(cut, None).points)
+    assert torch.equal(found.fixed, torch.ones(4)) and torch.allclose(found.entropy, torch.zeros(4))
+    assert torch.allclose(found.distance, torch.tensor([1, 0, 5**0.5, 2**0.5]))
+    # where no query is a patch there is nothing to average
+    _, pooled = layer()(torch.randn(1, 1, 32), torch.randn(1, 35, 32))
+    found = looking(pooled, imaged.imaged(pooled, GRID).points)
+    assert all(numbers.isnan().all() for numbers in found[:5])
     _, heads = layer(sharp=6.0)(torch.randn(1, 37, 32))
     found = looking(heads, imaged.imaged(heads, GRID).points)
     p = heads.weights[0, :, 2:, 2:]
@@ -117,11 +126,14 @@ def test_how_heads_look():
 
 def test_what_is_wrong_is_said(patches):
     for give, message in [
-        (lambda: report(patches, grid=GRID), "grid, at: they say where an image's patches are; pass image= too"),
+        (lambda: report(patches, grid=GRID), "grid: it says where an image's patches are; pass image= too"),
+        (lambda: report(patches, at=(1, 1)), "at: it is a patch of an image; pass image= too"),
+        (lambda: report(patches, image=PHOTO, grid=GRID, texts=TEXT), "texts: 'layer.0' is laid over the image"),
+        (lambda: report(patches, image=PHOTO, grid=GRID, texts={"layer.1": TEXT}), "'layer.1' is laid over the image"),
         (lambda: report(patches, image=PHOTO), "image: no layer has a grid of rows and columns; pass grid="),
         (lambda: report(patches, image=PHOTO, grid=(14, 14)), "image: no layer has a grid"),
         (lambda: report(patches, image=PHOTO, grid=GRID, at=(5, 0)), "at: it is .5, 0."),
-        (lambda: report(patches, image="photo.png", grid=GRID), "image: it is <U9"),
+        (lambda: report(patches, image="photo.png", grid=GRID), "image: it is 'photo.png', the name of a file"),
         (lambda: report(patches["layer.0"].select(queries=[3]), image=PHOTO, grid=GRID), "a view on some queries"),
     ]:
         with pytest.raises(ValueError, match=message):
@@ -197,7 +209,13 @@ def test_a_patch_is_looked_from(opened, patches):
 
 def test_special_tokens_keys_and_exports(opened, patches):
     page = opened(report(patches, image=PHOTO, grid=GRID, star=(0, 3)))
+    assert page.get_attribute("#search", "placeholder") == "Find a head, such as L1H0"
+    assert "as if spread evenly over" in page.inner_text("#about") and "tokens\n" in page.inner_text("#about")
+    assert page.inner_text("#map-hint") == "The framed patch looks at patches in colour."
+    assert "the framed patch’s attention" in page.inner_text("#scale")
     page.click('[data-token="1"]')
+    assert page.inner_text("#map-hint") == "The chosen token looks at patches in colour."
+    assert "the chosen token’s attention" in page.inner_text("#scale")
     assert page.get_attribute("#plot .picture", "data-node") == "1"
     assert page.get_attribute('[data-token="1"]', "aria-pressed") == "true"
     page.focus("#plot .picture")
@@ -241,17 +259,27 @@ def test_one_token_that_asks_all_patches(opened, patches):
     assert darkest(page) == [best // 7, best % 7]
     page.mouse.move(*spot(page, 1, 1))
     assert darkest(page) == [best // 7, best % 7]
+    # no patch asks: nothing is averaged over them, and none is framed
+    about = page.inner_text("#about")
+    assert "entropy" not in about and "away on average" not in about and "one and the same offset" not in about
+    assert page.inner_text("#map-hint") == "The chosen token looks at patches in colour."
+    assert "the chosen token" in page.inner_text("#scale")
     page.click('[data-head="L0H0"]')
     page.wait_for_function("document.querySelector('#map-name .name').textContent === 'L0H0'")
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_windows_of_all_widths(opened, patches, scheme):
-    page = opened(report(patches, image=PHOTO, grid=GRID), color_scheme=scheme)
+    long = "photograph-of-" + 12 * "something_"
+    page = opened(report(patches, image=PHOTO, grid=GRID, title=long, finding=long), color_scheme=scheme)
     for width in (1200, 800, 500):
         page.set_viewport_size({"width": width, "height": 800})
         page.wait_for_timeout(250)
         assert page.evaluate("document.documentElement.scrollWidth") <= width
+        title = page.evaluate(
+            "(() => { const box = document.querySelector('h1'); return box.scrollWidth - box.clientWidth; })()"
+        )
+        assert title <= 0 or width > 960
         box = page.locator("#plot .picture").bounding_box()
         assert box["width"] / box["height"] == pytest.approx(56 / 40, rel=0.02)
 
@@ -274,6 +302,11 @@ def test_layers_of_several_grids_and_of_none(opened):
     assert page.get_attribute("#plot .picture", "data-node") == "11"
     best = int(named["coarse"].weights[0, 11].argmax())
     assert darkest(page, (6, 8)) == [best // 8, best % 8]
+    assert "query (2, 3), at point (4, 6) gives" in page.inner_text("#caption")
+    assert "3 × 4 queries, 6 × 8 points" in page.inner_text("#stage")
+    # no line of the table is known, so there is none
+    assert page.locator("#about table").count() == 0 and "of the queries look most" in page.inner_text("#about")
+    assert page.inner_text("#map-hint") == "The framed query looks at points in colour."
     assert page.locator('[data-key="direction"]').count() == 0
     choose("L2H0")
     assert page.locator("#stage .word").count() == 7 and page.locator("#plot canvas.picture").count() == 0
@@ -284,3 +317,58 @@ def test_layers_of_several_grids_and_of_none(opened):
     assert page.locator(".neighbourhood").count() == 1
     choose("L0H0")
     assert page.locator("#plot canvas.picture").count() == 1 and page.locator(".photo").count() == 1
+
+
+def test_layers_of_several_grids_show_one_place(opened):
+    """`at` counts in the star's layer; every other layer shows the same point of the image."""
+    named = {
+        "fine": layer()(torch.randn(48, 32), over=Grid(6, 8, window=5))[1],
+        "text": layer()(torch.randn(8, 32))[1],
+        "coarse": layer()(torch.randn(12, 32), over=Grid(3, 4, window=3))[1],
+    }
+    at = lambda page: int(page.get_attribute("#plot .picture", "data-node"))
+    choose = lambda page, name: (
+        page.click(f'[data-head="{name}"]'),
+        page.wait_for_function("name => document.querySelector('#map-name .name').textContent === name", arg=name),
+    )
+    given = content(report(named, image=EVEN, at=(2, 3), star=(2, 1), texts={"text": TEXT}))["image"]
+    assert (given["first"], given["of"]) == (11, 2)
+    page = opened(report(named, image=EVEN, at=(2, 3), star=(2, 1), texts={"text": TEXT}))
+    assert at(page) == 11
+    choose(page, "L0H0")
+    # the middle of the last block of the coarse grid, among 6 x 8
+    assert divmod(at(page), 8) == (5, 7)
+    # of a text that is shown first, to the place in the first layer that is over the image
+    page = opened(report(named, image=EVEN, at=(5, 0), star=(1, 0), texts={"text": TEXT}))
+    choose(page, "L2H0")
+    assert divmod(at(page), 4) == (2, 0)
+
+
+def test_blocks_are_called_blocks(opened, monkeypatch):
+    _, heads = layer(sharp=6.0)(torch.randn(36, 32))
+    monkeypatch.setattr(imaged, "_WEIGHTS", 4 * 20 * 20)
+    page = opened(report(heads, image=PHOTO, grid=GRID, at=(2, 2)))
+    said = page.inner_text("#caption")
+    assert "block (1, 1) gives" in said and "patch (" not in said and "sums over the patches of the block" in said
+    assert "3 × 4 blocks of 2 × 2 patches" in page.inner_text("#stage")
+    assert "Around a block: mean weight; a field is a block of 2 × 2 patches" in page.inner_text("#about")
+    box = page.locator(".taps").bounding_box()
+    middle = box["x"] + box["width"] / 2, box["y"] + box["height"] / 2
+    page.mouse.move(*middle)
+    assert page.inner_text("#tip").startswith("the block itself: ")
+    page.mouse.move(middle[0] + box["width"] / 7, middle[1])
+    # in the unit of the strongest offset
+    assert page.inner_text("#tip").startswith("2 right, in patches: ")
+
+
+def test_a_grid_without_an_image_is_a_grid(opened):
+    heads = layer(sharp=6.0)(torch.randn(35, 32), over=Grid(*GRID))[1]
+    page = opened(report(heads, at=(4, 6), star=(0, 2)))
+    assert page.locator("#stage .word").count() == 0 and page.locator(".photo").is_hidden()
+    assert page.get_attribute("#plot .picture", "data-node") == "34"
+    best = int(heads.weights[2, 34].argmax())
+    assert darkest(page) == [best // 7, best % 7]
+    # with words, or in part, it is drawn as they are
+    words = [f"w{n}" for n in range(35)]
+    assert content(report(heads, texts=words))["image"] is None
+    assert content(report(heads.select(queries=[3, 4])))["image"] is None

@@ -40,7 +40,11 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser.add_argument("text", nargs="?", help="the text to read")
     parser.add_argument("--file", type=Path, metavar="F", help="read the text from a file")
     parser.add_argument("--image", type=Path, metavar="F", help="show an image in place of a text; needs --model")
-    parser.add_argument("--at", metavar="ROW,COLUMN", help="the patch of the image that the page shows first")
+    parser.add_argument(
+        "--at",
+        metavar="ROW,COLUMN",
+        help="the patch of the image that the page shows first, or a token's number: 0 for [CLS]",
+    )
     parser.add_argument(
         "--model",
         metavar="M",

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from polyhead.inspection.capture import NOTHING_SEEN, Seen, capture
+from polyhead.inspection.capture import Seen, capture
 from polyhead.inspection.imaged import imaged
 from polyhead.inspection.looking import looking
 from polyhead.inspection.report import report
@@ -53,18 +54,18 @@ def inspect_image(arguments: argparse.Namespace, busy: Console, console: Console
         except (RuntimeError, TypeError) as error:
             raise ValueError(f"model: {loaded.name} cannot be called with pixel_values alone: {error}") from error
     if not seen:
-        raise ValueError(f"model: {NOTHING_SEEN}")
+        raise ValueError(f"model: {loaded.name!r}: this model has no attention that can be seen")
     rows = _rows(seen, loaded.grid)
     finding, star = _finding(rows, loaded.grid)
     with busy.status("Writing the page …"):
         report(
-            seen, arguments.out, image=photo, grid=loaded.grid, at=at, star=star, finding=finding,
+            seen, arguments.out, image=photo, grid=loaded.grid, at=at, star=star, finding=finding, notes=loaded.notes,
             title=f"{arguments.image.name} · {Path(loaded.name).name}",
         )  # fmt: skip
     console.print(finding, style="bold")
     console.print()
     console.print(_table(rows, len(rows) if arguments.all else _ROWS))
-    console.print(*_summary(rows), sep="\n")
+    console.print(*_summary(rows), *loaded.notes, sep="\n")
 
 
 def _at(given: str | None) -> int | tuple[int, ...] | None:
@@ -92,6 +93,9 @@ def _rows(seen: Seen, grid: tuple[int, int]) -> list[Row]:
         found = looking(view, over.points)
         for head in range(view.shape[-3]):
             entropy, distance, special, _, fixed = (float(numbers[head]) for numbers in found[:5])
+            if math.isnan(fixed):
+                # none of the patches looks at any
+                continue
             down, right = found.offset[head].tolist()
             place = f"L{layer}H{head}"
             rows.append(Row(place, (layer, head), fixed, _way(down, right), distance, entropy, special))
@@ -113,17 +117,22 @@ def _finding(rows: list[Row], grid: tuple[int, int]) -> tuple[str, tuple[int, in
         where = "themselves" if first.way == "itself" else f"the patch {first.way}"
         told = f"{first.name} is like a tap of a convolution: {first.fixed:.0%} of the patches look most at {where}."
         return told, first.star
-    point = torch.cartesian_prod(*(torch.arange(float(n)) for n in grid))
-    even = float(torch.cdist(point, point).mean())
+    even = _even(grid)
     if near.distance < _NEAR * even:
         told = (
             f"{near.name} stays near: {near.distance:.1f} patches away on average, where even attention is {even:.1f}."
         )
         return told, near.star
     return (
-        f"No head stands out: none looks to one side, and none nearer than even attention does, {even:.1f} patches.",
+        f"No head stands out: none looks to one side, and none much nearer than even attention does, {even:.1f} patches.",
         near.star,
     )
+
+
+def _even(grid: tuple[int, int]) -> float:
+    """How far patches look on average that look at all alike."""
+    point = torch.cartesian_prod(*(torch.arange(float(n)) for n in grid))
+    return float(torch.cdist(point, point).mean())
 
 
 def _summary(rows: list[Row]) -> list[str]:
@@ -131,8 +140,12 @@ def _summary(rows: list[Row]) -> list[str]:
     near, far = (pick(rows, key=lambda row: row.distance) for pick in (min, max))
     lines = [
         f"{taps} of {len(rows)} heads are like a tap of a convolution: in more than half of the patches one offset is strongest.",
-        f"Nearest looks {near.name}, {near.distance:.1f} patches away on average; farthest {far.name}, {far.distance:.1f}.",
     ]
+    # where they are written alike, neither is nearest
+    if f"{near.distance:.1f}" != f"{far.distance:.1f}":
+        lines.append(
+            f"Nearest looks {near.name}, {near.distance:.1f} patches away on average; farthest {far.name}, {far.distance:.1f}."
+        )
     if any(row.special > 0 for row in rows):
         lines.append(f"{resting} of {len(rows)} heads put more than half of the patches' attention on special tokens.")
     return lines

@@ -56,12 +56,14 @@ class Points(NamedTuple):
         return self.queries + number
 
     def asking(self, number: int) -> Asking:
-        """A query for a picture."""
+        """A query for a picture; where the queries stand on fewer points than the keys, with its place among these."""
         if number < self.queries:
             return Asking(None, f"token {number}")
         point = grid_points(torch.tensor(number - self.queries), self.lattice.outputs)
         among_keys = point * torch.tensor(self.lattice.stride)
-        return Asking(tuple(among_keys.tolist()), f"query ({', '.join(map(str, point.tolist()))})")
+        named = lambda at: f"({', '.join(map(str, at.tolist()))})"
+        stands = f", at point {named(among_keys)}" if max(self.lattice.stride) > 1 else ""
+        return Asking(tuple(among_keys.tolist()), f"query {named(point)}{stands}")
 
 
 def points_of(part: AnyPart, grid: Sequence[int] | None) -> Points:
@@ -89,13 +91,17 @@ def points_of(part: AnyPart, grid: Sequence[int] | None) -> Points:
     return Points(Lattice(given, outputs, (1,) * len(given)), sizes.queries - math.prod(outputs), sizes.keys - number)
 
 
-def averaged_around(part: AnyPart, points: Points, reach: int | Sequence[int]) -> Float[Tensor, "... heads *window"]:
-    """The weights by where the key stands from the query: see `Heads.around`."""
+def averaged_around(
+    part: AnyPart, points: Points, reach: int | Sequence[int], name: str = "reach"
+) -> Float[Tensor, "... heads *window"]:
+    """The weights by where the key stands from the query: see `Heads.around`; `name` is what the caller calls the reach."""
     assert isinstance(part, Part)
     sizes = points.lattice.sizes
     each = tuple(reach) if isinstance(reach, Sequence) else (reach,) * len(sizes)
     if len(each) != len(sizes) or not all(whole(n) and n >= 0 for n in each):
-        raise ValueError(f"reach: it is {reach!r}; it must be a whole number, or one for each of {len(sizes)} axes")
+        raise ValueError(
+            f"{name}: it is {reach!r}; it must be a whole number, 0 or more, or one for each of {len(sizes)} axes"
+        )
     asking = part.numbers("queries")
     asking = asking[asking >= points.queries]
     at = points.lattice.queries(part.call.q.device)
@@ -130,7 +136,7 @@ def drawn_from(part: AnyPart, points: Points, at: At | None, image: Any, measure
 def drawn_around(part: AnyPart, points: Points, reach: int | Sequence[int], measure: str) -> Figure:
     """Where queries look on average, seen from themselves; of one row of a batch."""
     _check_flat(points, (1, 2))
-    maps = averaged_around(part, points, reach).detach()
+    maps = averaged_around(part, points, reach, "around").detach()
     # a grid of one axis is drawn as one row
     maps = maps.unsqueeze(-2) if len(points.lattice.sizes) == 1 else maps
     return plot_around(maps.flatten(0, -3), part.numbers("heads").tolist(), measure)

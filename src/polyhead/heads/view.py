@@ -180,7 +180,7 @@ class Heads(AsTensor):
         return self.measure("entropy")[0]
 
     def distance(self) -> Float[Tensor, "... heads queries"]:
-        """How far from itself each query looks, on average."""
+        """How far from itself each query looks, on average: in items, on a grid from point to point."""
         return self.measure("distance")[0]
 
     def mass(self, on: Place) -> Float[Tensor, "... heads queries"]:
@@ -245,7 +245,7 @@ class Heads(AsTensor):
         *,
         batch: int = 0,
         tokens: Sequence[str] | None = None,
-        size: int = 256,
+        size: int | None = None,
         image: Any = None,
         at: At | None = None,
         grid: Sequence[int] | None = None,
@@ -259,21 +259,26 @@ class Heads(AsTensor):
         Args:
             batch: which row of the batch.
             tokens: names for the keys (and for as many queries) of heat-maps.
-            size: a longer sequence is averaged to as many cells.
+            size: of heat-maps: a longer sequence is averaged to as many cells; 256 unless given.
             image: what the points are of, in any size: (channels, height, width), (height, width, channels) or (height, width); of
                 bytes, of floats from 0 to 1, or of any floats, whose range is then shown whole.
-            at: the query: its row and column, or its number, such as 0 for [CLS]; the one in the middle unless given. Without an
-                image the weights are drawn alone.
+            at: the query: its row and column, or its number, such as 0 for [CLS]; the one in the middle unless given. It counts
+                queries, not keys: with a stride of 4, query (6, 5) stands at the keys' point (24, 20). Without an image the weights are drawn alone.
             grid: as in `around`: for attention that does not say where its items stand.
             around: how far around the queries to look.
         """
         measure = self._measure()
         if around is None and image is None and at is None and grid is None:
             numbers = self._part.numbers("heads").tolist()
-            return plot(self._row_maps(batch, size), numbers, tokens, self._extent(), measure)
-        if tokens is not None or (around is not None and (image is not None or at is not None)):
+            return plot(self._row_maps(batch, 256 if size is None else size), numbers, tokens, self._extent(), measure)
+        for name, given in (("tokens", tokens), ("size", size)):
+            if given is not None:
+                raise ValueError(
+                    f"{name}: it is for heat-maps of queries x keys; leave it out, or image, at, grid and around"
+                )
+        if around is not None and (image is not None or at is not None):
             raise ValueError(
-                "plot: tokens are for heat-maps, image and at for one query, around for all; pass one of these"
+                "around: it draws the average over all queries, which stands nowhere on an image; leave it out, or image and at"
             )
         part = self.row(batch)._part
         points = points_of(part, grid)

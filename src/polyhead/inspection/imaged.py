@@ -17,10 +17,8 @@ from polyhead.heads.points import Points, points_of
 from polyhead.inspection.looking import blocks, looking
 from polyhead.inspection.words import Text
 from polyhead.neighbourhood import Lattice
-from polyhead.picture import pixels, png
+from polyhead.picture import pixels, png, shrunk
 
-# An image on a page is no wider or higher than this, in pixels.
-_LARGEST = 640
 # What the weights of all heads may take together, in bytes before compression: 144 heads over 14 x 14 patches fit.
 _WEIGHTS = 6_000_000
 
@@ -73,9 +71,15 @@ def imaged(view: Heads, grid: Sequence[int] | None) -> Imaged | None:
     sizes = part.call.over.grid.sizes if part.call.over.grid is not None else tuple(grid or ())
     if len(sizes) != 2 or math.prod(sizes) > part.call.sizes.keys:
         return None
-    if part.call.sizes.queries != view.shape[-2] or part.call.sizes.keys != view.shape[-1]:
+    if not entire(view):
         raise ValueError("heads: a view on some queries or keys cannot be laid over an image; pass the whole view")
     return Imaged(points_of(part, None if part.call.over.grid is not None else grid))
+
+
+def entire(view: Heads) -> bool:
+    """Whether a view looks at all queries and keys of its attention, which is on no graph."""
+    part = view._part
+    return len(part.axes) == 3 and (part.call.sizes.queries, part.call.sizes.keys) == tuple(view.shape[-2:])
 
 
 def coarse(layers: Sequence[tuple[int, Imaged]]) -> int:
@@ -90,14 +94,16 @@ def coarse(layers: Sequence[tuple[int, Imaged]]) -> int:
 
 def embedded(image: Any) -> dict[str, Any]:
     """An image as a page holds it: a PNG, as a data URI."""
-    shown = pixels(image)
-    step = -(-max(shown.shape[:2]) // _LARGEST)
-    if step > 1:
-        height, width = (max(1, n // step) for n in shown.shape[:2])
-        cut = shown[: height * step, : width * step]
-        shown = cut.reshape(height, min(step, len(cut)), width, -1, 3).mean((1, 3)).round().astype(np.uint8)
+    shown = shrunk(pixels(image))
     height, width, _ = shown.shape
     return {"src": f"data:image/png;base64,{base64.b64encode(png(shown)).decode()}", "width": width, "height": height}
+
+
+def blank(layer: Imaged) -> dict[str, Any]:
+    """In place of an image that was not given: an empty sheet of the grid's form."""
+    height, width = layer.points.lattice.sizes
+    size = max(1, 640 // max(height, width))
+    return {**embedded(np.full((size * height, size * width), 255, np.uint8)), "blank": True}
 
 
 def weights(view: Heads, layer: Imaged, all_heads: int) -> tuple[Any, str]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,16 +35,29 @@ def load(name: str | None = None) -> Loaded:
     """
     if name is None:
         return Loaded(*models.default(), "MiniLM-L6")
+    found = folder_or_id(name)
+    if isinstance(found, Path) and _kind(found) in (None, *ARCHITECTURES):
+        return Loaded(*models.load(found), name)
+    return _of_transformers(str(found))
+
+
+def folder_or_id(name: str) -> Path | str:
+    """The folder of a model, its own or an installed package's; or its name, where that could be an id of the Hub.
+
+    Raises:
+        FileNotFoundError: where it is neither.
+    """
     try:
-        folder = files.folder(name)
+        return files.folder(name)
     except FileNotFoundError:
         # such as google-bert/bert-base-uncased
-        if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) or name.startswith("."):
-            raise
-        return _of_transformers(name)
-    if _kind(folder) in (None, *ARCHITECTURES):
-        return Loaded(*models.load(folder), name)
-    return _of_transformers(str(folder))
+        if re.fullmatch(r"\w[\w.-]*/[\w.-]+", name):
+            return name
+        if re.fullmatch(r"\w[\w.-]*", name) and not files.places(name):
+            raise FileNotFoundError(
+                f"model: {name!r} is no folder and no installed package, and no id of the Hugging Face Hub: these are owner/name"
+            ) from None
+        raise
 
 
 def _kind(folder: Path) -> str | None:
@@ -64,15 +79,33 @@ def _of_transformers(name: str) -> Loaded:
 
 def of_transformers(name: str) -> nn.Module:
     """A model that transformers reads: from a folder, or by an id, from its cache or the net."""
+    folder = Path(name) if Path(name).is_dir() else None
+    if folder is not None and files.weights(folder) is None:
+        raise ValueError(f"model: {name} has no {files.WEIGHTS}; pickles are not read, since they can run code")
+    transformers = _transformers(name)
     try:
-        # safetensors only: a pickle can run code
-        model: nn.Module = _transformers(name).AutoModel.from_pretrained(name, use_safetensors=True)
+        with _quiet(transformers.utils.logging):
+            # safetensors only: a pickle can run code
+            model: nn.Module = transformers.AutoModel.from_pretrained(name, use_safetensors=True)
     except (OSError, ValueError) as error:
         first = str(error).strip().splitlines()[0]
-        raise ValueError(
-            f"model: {name!r} is no folder and no installed package, and transformers says: {first}"
-        ) from error
+        where = "" if folder is not None else " is no folder and no installed package, and"
+        raise ValueError(f"model: {name!r}{where or ':'} transformers says: {first}") from error
     return model.eval()
+
+
+@contextlib.contextmanager
+def _quiet(logging: Any) -> Iterator[None]:
+    """transformers' logging without reports and progress bars, until the end of the block."""
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()
 
 
 def beside(name: str, file: str) -> Path | None:
@@ -80,8 +113,10 @@ def beside(name: str, file: str) -> Path | None:
     folder = Path(name)
     if folder.is_dir():
         return folder / file if (folder / file).is_file() else None
+    transformers = _transformers(name)
     try:
-        found = _transformers(name).utils.cached_file(name, file)
+        with _quiet(transformers.utils.logging):
+            found = transformers.utils.cached_file(name, file)
     except (OSError, ValueError):
         return None
     return None if found is None else Path(found)

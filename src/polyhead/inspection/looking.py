@@ -17,7 +17,10 @@ _BLOCK = 1 << 22
 
 
 class Looking(NamedTuple):
-    """Means over the patches of an image, a number for each head.
+    """Means over the patches of an image, a number for each head; NaN where there is none to count.
+
+    Patches that have no key, as a convolution's have beyond its border, do not count; for `distance` and `fixed`, neither do those
+    that look at special tokens alone.
 
     Attributes:
         entropy: how spread a patch's attention is, in nats.
@@ -50,10 +53,12 @@ def blocks(view: Heads, first: int = 0) -> Iterator[tuple[Tensor, Float[Tensor, 
 @torch.no_grad()
 def looking(view: Heads, points: Points) -> Looking:
     """What the heads of one row of a batch do, on a grid of rows and columns."""
-    heads, queries, _ = view.shape[-3:]
+    heads = view.shape[-3]
     asks, keys = points.lattice.queries(torch.device("cpu")), points.lattice.keys(torch.device("cpu"))
     height, width = points.lattice.sizes
     sums = torch.zeros(4, heads)
+    # how many have any weight, and any on a patch
+    live, aimed = torch.zeros(heads), torch.zeros(heads)
     # offsets from the one that leads from the last query to the first key
     low = -(asks.amax(0) if len(asks) else torch.zeros(2, dtype=torch.long))
     across = width - int(low[1])
@@ -63,6 +68,8 @@ def looking(view: Heads, points: Points) -> Looking:
         apart = keys - at[:, None]
         on_points = weights[..., points.keys :]
         total = on_points.sum(-1)
+        live += (weights.sum(-1) > 0).sum(-1)
+        aimed += (total > 0).sum(-1)
         sums[0] -= torch.special.xlogy(weights, weights).sum((-2, -1))
         sums[1] += ((on_points * apart.float().norm(dim=-1)).sum(-1) / total.clamp(min=1e-30)).sum(-1)
         sums[2] += weights[..., : points.keys].sum((-2, -1))
@@ -71,8 +78,8 @@ def looking(view: Heads, points: Points) -> Looking:
         step = keys[best] - at - low
         # a patch that looks at none has no strongest one
         steps.scatter_add_(1, step[..., 0] * across + step[..., 1], (total > 0).float())
-    number = max(1, queries - points.queries)
-    share, place = (steps / number).max(-1)
+    # 0 / 0 is NaN
+    share, place = steps.max(-1)
     offset = torch.stack((place // across, place % across), -1) + low
-    entropy, distance, special, itself = sums / number
-    return Looking(entropy, distance, special, itself, share, offset)
+    entropy, distance, special, itself = sums / torch.stack((live, aimed, live, live))
+    return Looking(entropy, distance, special, itself, share / aimed, offset)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from polyhead.heads import Heads
-from polyhead.inspection.imaged import coarse, embedded, imaged
+from polyhead.inspection.imaged import blank, coarse, embedded, entire, imaged
 from polyhead.inspection.record import EDGES, Blobs, Layer, layer_of, layers_record, telling
 from polyhead.inspection.roles import Card
 from polyhead.inspection.words import Text
@@ -87,10 +87,12 @@ def report(
         notes: what a reader has to know besides.
         roles: a sentence of explanation for each role.
         batch: which row of the batch is shown.
-        image: what the model saw, as `Heads.plot` takes it: layers whose items are its points are laid over it, and need no texts.
+        image: what the model saw, as `Heads.plot` takes it: layers whose items are its points are laid over it, and have no texts.
+            Without one, layers over a `Grid` of rows and columns that have no texts are drawn as maps on an empty sheet.
         grid: the points' rows and columns, for layers whose neighbourhood is no `Grid`: (14, 14) for 196 patches, before which
             special tokens such as [CLS] stand.
-        at: the patch that is shown first, (row, column), or the number of a token; the one in the middle unless given.
+        at: the patch that is shown first, (row, column), or the number of a token; the one in the middle unless given. It counts the
+            queries of the layer of `star`, or of the first layer that is laid over the image; the other layers show the same place.
 
     Raises:
         ValueError: where there is nothing to show, or where texts, image, star or cards do not fit the heads.
@@ -104,22 +106,27 @@ def report(
     named = {"attention": heads} if isinstance(heads, Heads) else dict(heads)
     if not named:
         raise ValueError("heads: it is empty; there is no attention to show")
-    if image is None and (grid is not None or at is not None):
-        raise ValueError("grid, at: they say where an image's patches are; pass image= too")
+    if image is None and grid is not None:
+        raise ValueError("grid: it says where an image's patches are; pass image= too")
     layers = []
     for number, (name, view) in enumerate(named.items()):
         if not isinstance(view, Heads):
             raise ValueError(
                 f"heads: {name!r} is {type(view).__name__}; it must be a Heads (capture without metrics gives them)"
             )
-        over = None if image is None else imaged(view, grid)
+        given = texts.get(name) if isinstance(texts, Mapping) else texts
+        over = imaged(view, grid) if image is not None or (given is None and entire(view)) else None
         if over is not None:
+            if given is not None:
+                raise ValueError(
+                    f"texts: {name!r} is laid over the image, and its patches are called by row and column; leave texts out, or "
+                    "pass them by the names of the other layers"
+                )
             layers.append(layer_of(number, name, view, batch, over.texts(), over))
             continue
-        given = texts.get(name) if isinstance(texts, Mapping) else texts
         layers.append(layer_of(number, name, view, batch, _fitting(name, view, given)))
     cards, notes = list(cards), list(notes)
-    picture = None if image is None else _image(image, at, layers, notes)
+    picture = _image(image, at, star, layers, notes)
     known = {(layer.number, head) for layer in layers for head in layer.heads}
     if star is not None and star not in known:
         raise ValueError(f"star: there is no L{star[0]}H{star[1]} among {len(layers)} layers")
@@ -149,23 +156,43 @@ def report(
     return page
 
 
-def _image(image: Any, at: int | Sequence[int] | None, layers: list[Layer], notes: list[str]) -> dict[str, Any]:
+def _image(
+    image: Any,
+    at: int | Sequence[int] | None,
+    star: tuple[int, int] | None,
+    layers: list[Layer],
+    notes: list[str],
+) -> dict[str, Any] | None:
     """The image with the patch that is shown first; where patches are too many, the layers are made to show blocks of them."""
     over = [(len(layer.heads), layer.image) for layer in layers if layer.image is not None]
     if not over:
+        if image is None and at is None:
+            return None
+        if image is None:
+            raise ValueError("at: it is a patch of an image; pass image= too")
         raise ValueError(
             f"image: no layer has a grid of rows and columns; pass grid=(height, width). There are "
             f"{', '.join(f'{layer.name} {tuple(layer.view.shape)}' for layer in layers[:3])}"
         )
     block = coarse(over)
     if block > 1:
-        notes.append(f"Patches are shown in blocks of {block} x {block}: all of them would not fit on a page.")
+        notes.append(
+            f"Patches are shown in blocks of {block} x {block}: all of them would not fit on a page. A block's weights are sums over the "
+            "patches that are looked at, averaged over those that look."
+        )
     for number, layer in enumerate(layers):
         if layer.image is not None and block > 1:
             shown = layer.image._replace(block=block)
             rows, columns = shown.texts()
             layers[number] = layer._replace(image=shown, rows=rows, columns=columns)
-    return {**embedded(image), "first": over[0][1]._replace(block=block).first(at)}
+    starred = star[0] if star is not None and 0 <= star[0] < len(layers) else 0
+    # the star's own layer where it is laid over the image, else the first that is
+    of, first = min(
+        ((n, layer.image) for n, layer in enumerate(layers) if layer.image is not None),
+        key=lambda pair: pair[0] != starred,
+    )
+    sheet = blank(first) if image is None else embedded(image)
+    return {**sheet, "first": first.first(at), "of": of}
 
 
 def _fitting(name: str, view: Heads, given: Texts | None) -> tuple[Text | None, Text | None]:

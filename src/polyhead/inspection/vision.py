@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import json
-import re
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from polyhead.inspection.loading import beside, of_transformers
-from polyhead.models import files
+from polyhead.inspection.loading import beside, folder_or_id, of_transformers
 
-_PREPROCESSOR = "preprocessor_config.json"
+# What transformers writes, and under which key it says how images are prepared; the former wins, as it does there.
+_PREPARING = (("processor_config.json", "image_processor"), ("preprocessor_config.json", None))
 _USUAL = "a ViT, DeiT, DINOv2, CLIP or SigLIP, as a folder with safetensors and config.json, or an id that transformers knows"
 
 
@@ -34,21 +35,45 @@ class Seeing(NamedTuple):
     def prepare(self, image: Any) -> Float[Tensor, "1 3 height width"]:
         """An image, already cropped, as the model's input."""
         height, width = self.size
-        small = image.resize((width, height), resample=int(self.prepared.get("resample") or 2))
-        x = torch.from_numpy(np.array(small)).permute(2, 0, 1).float() * self.prepared.get("rescale_factor", 1 / 255)
-        if self.prepared.get("do_normalize", True):
-            mean, std = (
-                torch.tensor(self.prepared.get(name) or 0.5).view(-1, 1, 1) for name in ("image_mean", "image_std")
+        if self._said("do_resize", True):
+            image = image.resize((width, height), resample=int(self._said("resample", 2)))
+        elif image.size != (width, height):
+            raise ValueError(
+                f"image: it is {image.size[1]} x {image.size[0]} pixels, and {self.name} says do_resize: false; it must be "
+                f"{height} x {width}"
             )
+        x = torch.from_numpy(np.array(image)).permute(2, 0, 1).float()
+        if self._said("do_rescale", True):
+            x = x * self._said("rescale_factor", 1 / 255)
+        if self._said("do_normalize", True):
+            mean, std = (torch.tensor(self._said(name, 0.5)).view(-1, 1, 1) for name in ("image_mean", "image_std"))
             x = (x - mean) / std
         return x[None]
+
+    @property
+    def notes(self) -> list[str]:
+        """What a reader has to know of how images are prepared."""
+        unsaid = [name for name in ("image_mean", "image_std") if self.prepared.get(name) is None]
+        if not unsaid or not self._said("do_normalize", True):
+            return []
+        return [
+            f"{self.name} does not say {' and '.join(unsaid)}; 0.5 was assumed. What heads do may differ where it was trained with others."
+        ]
+
+    def _said(self, name: str, usual: Any) -> Any:
+        """What the model's folder says; 0 and False are said too."""
+        said = self.prepared.get(name)
+        return usual if said is None else said
 
     def cropped(self, image: Any) -> Any:
         """The part of an image that the model sees."""
         crop, size = self.prepared.get("crop_size"), self.prepared.get("size")
-        if not self.prepared.get("do_center_crop") or crop is None or size is None:
+        resized = self._said("do_resize", True)
+        if not self.prepared.get("do_center_crop") or crop is None or (size is None and resized):
             return image
         down, across = _height_width(crop)
+        if not resized:
+            size = {"height": image.size[1], "width": image.size[0]}
         shortest = size.get("shortest_edge") if isinstance(size, Mapping) else None
         width, height = image.size
         if shortest is not None:
@@ -72,14 +97,11 @@ def seeing(name: str | None) -> Seeing:
     """
     if name is None:
         raise ValueError(f"model: there is no default model for images; pass --model M: {_USUAL}")
-    try:
-        name = str(files.folder(name))
-    except FileNotFoundError:
-        # such as google/vit-base-patch16-224
-        if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) or name.startswith("."):
-            raise
+    name = str(folder_or_id(name))
     model = of_transformers(name)
     model = getattr(model, "vision_model", model)
+    if not any("attention" in type(module).__name__.lower() for module in model.modules()):
+        raise ValueError(f"model: {name!r} is a {type(model).__name__}: this model has no attention that can be seen")
     config: Any = getattr(model, "config", None)
     sizes = getattr(config, "image_size", None), getattr(config, "patch_size", None)
     if None in sizes:
@@ -92,16 +114,22 @@ def seeing(name: str | None) -> Seeing:
 
 
 def _prepared(name: str) -> Mapping[str, Any]:
-    path = beside(name, _PREPROCESSOR)
-    if path is None:
-        return {}
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path}: it is no JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"{path}: it must be an object, with image_mean and image_std")
-    return found
+    """How the model wants images, as one of the files beside it says; empty where none does."""
+    for file, key in _PREPARING:
+        path = beside(name, file)
+        if path is None:
+            continue
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ValueError(f"{path}: it is no JSON: {error}") from error
+        found = found.get(key) if key is not None and isinstance(found, dict) else found
+        if found is None:
+            continue
+        if not isinstance(found, dict):
+            raise ValueError(f"{path}: it must be an object, with image_mean and image_std")
+        return found
+    return {}
 
 
 def _height_width(size: Any) -> tuple[int, int]:
@@ -131,7 +159,32 @@ def read_image(path: str | Path) -> Any:
     if not path.is_file():
         raise FileNotFoundError(f"image: there is no file {path}")
     try:
-        with Image.open(path) as image:
-            return ImageOps.exif_transpose(image).convert("RGB")
+        with warnings.catch_warnings():
+            # what Pillow warns of is seen on the page, or fails
+            warnings.simplefilter("ignore")
+            with Image.open(path) as image:
+                return _coloured(ImageOps.exif_transpose(image))
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         raise ValueError(f"image: {path} cannot be read as an image: {error}") from error
+
+
+def _coloured(image: Any) -> Any:
+    """A Pillow image of any mode as one of red, green and blue: transparency on white, deep greys as bytes."""
+    from PIL import Image
+
+    if image.mode in ("I", "F") or image.mode.startswith("I;16"):
+        return Image.fromarray(_as_bytes(np.asarray(image), sixteen=image.mode.startswith("I;16"))).convert("RGB")
+    if image.mode in ("P", "PA", "LA", "La", "RGBA", "RGBa") or "transparency" in image.info:
+        image = image.convert("RGBA")
+        return Image.alpha_composite(Image.new("RGBA", image.size, "white"), image).convert("RGB")
+    return image.convert("RGB")
+
+
+def _as_bytes(values: npt.NDArray[Any], sixteen: bool) -> npt.NDArray[np.uint8]:
+    """Greys of other ranges from 0 to 255: which range it is, is told by the largest where the file does not say."""
+    values = values.astype(np.float64)
+    low, high = float(values.min()), float(values.max())
+    if not (low >= 0 and high <= 65535):
+        raise ValueError(f"its greys go from {low:g} to {high:g}; they must lie in 0..1, 0..255 or 0..65535")
+    scale = 1 / 257 if sixteen or high > 255 else 1 if high > 1 else 255
+    return np.round(values * scale).astype(np.uint8)

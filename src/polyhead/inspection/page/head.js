@@ -53,14 +53,16 @@ function statistics(of, place) {
     return el("tr", { title: help }, el("th", { scope: "row" }, words), el("td", { class: "bars" }, bar(w, "w"), c === undefined ? null : bar(c, "c")),
       el("td", {}, percent(w)), c === undefined ? null : el("td", { class: "c" }, percent(c)));
   });
+  // where no query is a patch there is nothing to average
+  if (of.image && entropy[place] === null) return [];
   const keys = Math.exp(entropy[place] ?? 0);
   const both = Object.keys(share).length > 0;
   return [
-    el("table", { class: "stats" }, el("caption", {}, of.kind === "graph" ? "Where the weight lies, on average" : of.image ? "Where the patches look, on average" : "Where the words look, on average"),
+    !rows.length ? "" : el("table", { class: "stats" }, el("caption", {}, of.kind === "graph" ? "Where the weight lies, on average" : of.image ? "Where the patches look, on average" : "Where the words look, on average"),
       el("thead", {}, el("tr", {}, el("td"), el("td"), el("th", { scope: "col", class: "w" }, "weight"), both ? el("th", { scope: "col", class: "c" }, "contrib.") : null)),
       el("tbody", {}, rows)),
     el("dl", { class: "facts" },
-      el("dt", {}, number(entropy[place])), el("dd", {}, `nats of entropy: as if spread evenly over ${keys < 9.95 ? keys.toFixed(1) : Math.round(keys)} ${of.kind === "graph" ? "nodes" : of.image ? "patches" : "tokens"}`),
+      el("dt", {}, number(entropy[place])), el("dd", {}, `nats of entropy: as if spread evenly over ${keys < 9.95 ? keys.toFixed(1) : Math.round(keys)} ${of.kind === "graph" ? "nodes" : of.image && !of.image.special[1] ? "patches" : "tokens"}`),
       ...(of.image ? aimed(of, place) : distance && of.kind === "self" ? [el("dt", {}, number(distance[place], 1)), el("dd", {}, "tokens away on average")] : [])),
   ];
 }

@@ -1,6 +1,8 @@
 // Images: where a patch looks, or who looks at it, over the picture itself, small for every head and large for the chosen one.
 
 const photo = { box: null, sheets: {} };
+// the layer in which a patch was last looked at, and the patch; other layers show the same place
+const spot = { of: null, node: 0 };
 
 async function loadPhoto() {
   photo.box = new Image();
@@ -17,6 +19,7 @@ function backdrop(width) {
   sheet.width = width; sheet.height = height;
   const pen = sheet.getContext("2d");
   pen.imageSmoothingQuality = "high";
+  if (record.image.blank) { pen.fillStyle = style("--wash"); pen.fillRect(0, 0, width, height); return (photo.sheets[key] = sheet); }
   pen.drawImage(photo.box, 0, 0, width, height);
   const image = pen.getImageData(0, 0, width, height), { data } = image, [low, high] = dark() ? [18, 0.48] : [112, 0.56];
   for (let n = 0; n < data.length; n += 4) data[n] = data[n + 1] = data[n + 2] = low + high * (0.299 * data[n] + 0.587 * data[n + 1] + 0.114 * data[n + 2]);
@@ -43,13 +46,10 @@ function pointOf(of, node) {
   return [Math.floor(number / width) * of.image.stride[0], (number % width) * of.image.stride[1]];
 }
 
-// The patch of the chosen layer as one of another layer, whose patches may be larger.
-function spotOf(of) {
-  const now = layer();
-  if (of === now || !now.image) return Math.min(state.node, of.queries - 1);
-  const at = pointOf(now, state.node);
-  if (!at) return Math.min(state.node, of.queries - 1);
-  return patchAt(of, (at[0] + 0.5) / now.image.sizes[0], (at[1] + 0.5) / now.image.sizes[1]);
+// The patch that is looked at as one of another layer, whose patches may be larger.
+function spotOf(of, from = layer().image ? { of: layer(), node: state.node } : spot) {
+  const at = of === from.of ? null : pointOf(from.of, from.node), [down, across] = from.of.image.sizes;
+  return at ? patchAt(of, (at[0] + 0.5) / down, (at[1] + 0.5) / across) : Math.min(from.node, of.queries - 1);
 }
 
 // The query at a place of the image, given as shares of its height and width.
@@ -124,7 +124,25 @@ function framed(pen, of, node, width, height, line = 2) {
   if (at) frame(pen, (at[1] * width) / across, (at[0] * height) / down, width / across, height / down, line);
 }
 
-const patchName = (of, side, i) => (of.image.special[side === "rows" ? 0 : 1] > i ? token(record.texts[of[side]].pieces[i]) : el("span", { class: "patch" }, `patch (${record.texts[of[side]].pieces[i]})`));
+// Queries of a layer with a stride stand on fewer points than its keys.
+const strided = (of) => of.image.stride.some((n) => n > 1);
+const kindOf = (of, side) => (of.image.block > 1 ? "block" : !strided(of) ? "patch" : side === "rows" ? "query" : "point");
+
+function patchName(of, side, i) {
+  const name = record.texts[of[side]].pieces[i];
+  if (of.image.special[side === "rows" ? 0 : 1] > i) return token(name);
+  const stands = side === "rows" && strided(of) ? `, at point (${pointOf(of, i).map((n) => n * of.image.block).join(", ")})` : "";
+  return el("span", { class: "patch" }, `${kindOf(of, side)} (${name})${stands}`);
+}
+
+// What is looked from, in a sentence that does not name it.
+const chosenName = (of) => (pointOf(of, state.node) ? `the framed ${kindOf(of, "rows")}` : "the chosen token");
+
+function gridName(of) {
+  const { block } = of.image, [queries, points] = [acrossOf(of, "rows"), acrossOf(of, "columns")].map((n) => n.join(" × "));
+  const inBlocks = block > 1 ? ` blocks of ${block} × ${block}` : "";
+  return strided(of) ? `${queries}${inBlocks} queries, ${points}${inBlocks} points` : `${points}${inBlocks} patches`;
+}
 
 // The chosen head, large.
 function drawOverlay() {
@@ -150,7 +168,8 @@ function drawOverlay() {
     pen.strokeRect(((n % across) * width) / across, (Math.floor(n / across) * height) / down, width / across, height / down);
   }
   $("map-name").replaceChildren(el("span", { class: "name" }, headName()), ` ${measureName()}`);
-  $("map-hint").textContent = outward(of) ? "Patches in colour look at the framed one." : "The framed patch looks at patches in colour.";
+  const kind = kindOf(of, "columns"), things = `${kind}${kind === "patch" ? "es" : "s"} in colour`, name = chosenName(of);
+  $("map-hint").textContent = capital(outward(of) ? `${things} look at ${name}.` : `${name} looks at ${things}.`);
   sayLook(of, row);
 }
 
@@ -161,7 +180,7 @@ function sayLook(of, row) {
   let rest = 0;
   for (let j = 0; j < special; j++) rest += row[j];
   $("caption").replaceChildren(el("b", {}, headName()), " ", patchName(of, "rows", state.node), gives ? " gives " : " gets ", ...(list.length ? list : ["nothing"]), ".",
-    el("span", { class: "hint" }, state.lock ? " Locked; Escape lets go." : " Point at a patch; click to lock it."));
+    el("span", { class: "hint" }, of.image.block > 1 ? " These are sums over the patches of the block that is looked at, averaged over those of the one that looks." : "", state.lock ? " Locked; Escape lets go." : ` Point at a ${kindOf(of, "rows")}; click to lock it.`));
   $("readout").replaceChildren(...(at == null
     ? [special && !out ? `Special tokens, not in the picture: ${percent(rest)}.` : ""]
     : [patchName(of, "rows", state.node), out ? " ← " : " → ", patchName(of, "columns", at), ": ", el("b", {}, exactly(row[at]))]));
@@ -172,7 +191,7 @@ function buildPhoto(stage) {
   const of = layer();
   if (!stage.querySelector(".photo")) {
     stage.className = "viewer";
-    const box = el("canvas", { class: "picture photo", tabindex: "0", role: "application", "aria-label": "The image. Arrow keys move from patch to patch, Enter locks." });
+    const box = el("canvas", { class: "picture photo", tabindex: "0", role: "application", "aria-label": "The image. Arrow keys move from patch to patch, Enter locks.", hidden: Boolean(record.image.blank) });
     stage.replaceChildren(box, el("div", { class: "beside" }));
     pictureEvents(box);
   }
@@ -181,7 +200,7 @@ function buildPhoto(stage) {
     names.length ? el("div", { class: "tokens", role: "group", "aria-label": "Special tokens" }, names.map((name, i) => el("button", { class: "toggle", "data-token": i, "aria-pressed": false, title: "Where this token looks", on: { click: () => set({ node: i, lock: { row: i, col: null } }) } }, name))) : "",
     of.kind === "self" ? el("div", { class: "choice", role: "radiogroup", "aria-label": "Direction", "data-key": "direction" },
       el("button", { role: "radio", value: "in" }, "looks at"), el("button", { role: "radio", value: "out" }, "is looked at by")) : "",
-    el("span", { class: "hint" }, `${acrossOf(of, "columns").join(" × ")} ${of.image.block > 1 ? `blocks of ${of.image.block} × ${of.image.block} patches` : "patches"}`));
+    el("span", { class: "hint" }, gridName(of)));
   choices();
   drawPhoto();
 }
@@ -225,13 +244,16 @@ function stepPatch(key) {
   if (to >= 0 && to < of.queries) set({ node: to, hover: null, lock: state.lock ? { row: to, col: null } : null });
 }
 
-const offsetName = (down, right) => [down ? `${Math.abs(down)} ${down > 0 ? "down" : "up"}` : "", right ? `${Math.abs(right)} ${right > 0 ? "right" : "left"}` : ""].filter(Boolean).join(", ") || "the patch itself";
+const capital = (words) => words[0].toUpperCase() + words.slice(1);
+const offsetName = (down, right, what = "patch") => [down ? `${Math.abs(down)} ${down > 0 ? "down" : "up"}` : "", right ? `${Math.abs(right)} ${right > 0 ? "right" : "left"}` : ""].filter(Boolean).join(", ") || `the ${what} itself`;
 
 // How far a head looks, and whether always to one side.
 function aimed(of, place) {
   const { distance, fixed, offset } = of.stats, [down, right] = offset[place];
+  // no patch looks at any
+  if (distance[place] === null) return [];
   return [el("dt", {}, number(distance[place], 1)), el("dd", {}, "patches away on average"),
-    el("dt", {}, percent(fixed[place])), el("dd", {}, `of the patches look most at one and the same offset${fixed[place] < 0.2 ? "" : `: ${offsetName(down, right)}`}`)];
+    el("dt", {}, percent(fixed[place])), el("dd", {}, `of the ${strided(of) ? "queries" : "patches"} look most at one and the same offset${fixed[place] < 0.2 ? "" : `: ${offsetName(down, right)}`}`)];
 }
 
 // The mean over all patches, by where the key stands from the patch: the taps of a head that is like a convolution.
@@ -252,10 +274,13 @@ function drawSurroundings(of, place) {
   frame(pen, reach * cell, reach * cell, cell - 1, cell - 1, 1.5);
   box.addEventListener("pointermove", (event) => {
     const c = Math.min(side - 1, Math.floor(event.offsetX / cell)), r = Math.min(side - 1, Math.floor(event.offsetY / cell));
-    tip(event, `${offsetName(r - reach, c - reach)}: `, el("b", {}, exactly(sums[r * side + c])));
+    // in patches, as the strongest offset is, also where blocks of them are shown
+    const at = [r - reach, c - reach].map((n) => n * of.image.block);
+    tip(event, `${offsetName(...at, kindOf(of, "rows"))}${of.image.block > 1 && at.some(Boolean) ? ", in patches" : ""}: `, el("b", {}, exactly(sums[r * side + c])));
   });
   box.addEventListener("pointerleave", (event) => tip(event));
-  return [el("h3", {}, `Around a patch: mean ${measureName()}`), box];
+  const { block } = of.image;
+  return [el("h3", {}, `Around a ${kindOf(of, "rows")}: mean ${measureName()}${block > 1 ? `; a field is a block of ${block} × ${block} patches` : ""}`), box];
 }
 
 // The scale of overlays: transparent at 0.
@@ -265,7 +290,7 @@ function drawTones() {
   $("scale").replaceChildren(
     el("div", { class: "ramp", style: `background:linear-gradient(90deg,${stops.join()}), ${dark() ? "#4a4a4a" : "#c4c4c4"}`, role: "img", "aria-label": "Colours from 0 to 1, by the logarithm" }),
     el("div", { class: "marks" }, marks.map((w) => el("span", { style: `left:${100 * tone(w, n)}%` }, w === 0 || w === 1 ? `${w}` : String(w).slice(1)))),
-    el("p", { class: "hint" }, state.measure === "weight" ? "Weight: the share of the framed patch’s attention. " : "Contribution: the share of what the head moves into the framed patch. ", "One scale for all heads, by the logarithm."));
+    el("p", { class: "hint" }, state.measure === "weight" ? `Weight: the share of ${chosenName(layer())}’s attention. ` : `Contribution: the share of what the head moves into ${chosenName(layer())}. `, "One scale for all heads, by the logarithm."));
 }
 
 function exportOverlay() {
@@ -277,3 +302,5 @@ function exportOverlay() {
 
 watch("layer head measure theme node direction hover lock", drawOverlay);
 watch("node theme", drawPhoto);
+watch("node", () => { if (layer().image) drawTones(); });
+watch("node layer", () => { if (layer().image) Object.assign(spot, { of: layer(), node: state.node }); });

@@ -21,7 +21,7 @@ async function start() {
   const graph = layers.find((of) => of.kind === "graph");
   if (graph) { await graph.maps(); state.node = telltale(graph); }
   document.body.classList.toggle("imaged", Boolean(record.image));
-  if (record.image) { await loadPhoto(); if (layer().image) state.node = Math.min(record.image.first, layer().queries - 1); }
+  if (record.image) { await loadPhoto(); showFirst(); }
   await layer().hear(state.head);
   buildMosaic();
   buildChips();
@@ -43,6 +43,12 @@ async function start() {
   document.documentElement.dataset.ready = Math.round(performance.now());
   await paintMosaic();
   document.documentElement.dataset.painted = Math.round(performance.now());
+}
+
+// The patch that is shown first, which counts in one layer, in the chosen one.
+function showFirst() {
+  Object.assign(spot, { of: layers[record.image.of], node: record.image.first });
+  if (layer().image) state.node = spotOf(layer(), spot);
 }
 
 // A node with some neighbours, but not too many to see.

@@ -134,9 +134,9 @@ function markMosaic() {
 }
 
 function buildChips() {
+  $("search").placeholder = `Find ${record.cards.length ? "a role or a head" : "a head"}, such as ${layers[layers.length - 1].label(0)}`;
   if (!record.cards.length) {
     if (!record.image) $("chips").append(el("p", { class: "hint" }, "No roles were looked for."));
-    else $("search").placeholder = "Find a head, such as L2H8";
     document.querySelector('[data-key="paint"]').hidden = true;
     return;
   }
