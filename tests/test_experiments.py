@@ -24,28 +24,7 @@ HERE = Path(__file__).parent.parent / "experiments"
 SMALL = ["--epochs", "3", "--seeds", "2"]
 
 
-@pytest.fixture(autouse=True)
-def importable(monkeypatch):
-    monkeypatch.syspath_prepend(str(HERE))
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-    for name in (
-        "common",
-        "citation",
-        "dictionary_lookup",
-        "lost_heads",
-        "mnist",
-        "multi30k",
-        "static_attention",
-        "stiefel_mnist",
-        "stiefel_report",
-        "stiefel_signals",
-        "translation",
-        "translation_heads",
-    ):
-        sys.modules.pop(name, None)
+pytestmark = pytest.mark.usefixtures("experiments")
 
 
 @pytest.fixture(scope="session")
@@ -511,18 +490,8 @@ def test_a_sentence_that_is_not_there_is_a_message(sentences, run, capsys):
 
 
 @pytest.fixture(scope="session")
-def images(tmp_path_factory):
-    """mnist.npz in MNIST's form: a digit is how many rows, from the top, are bright."""
-    draw = np.random.default_rng(0)
-    arrays = {}
-    for split, count in (("train", 70), ("test", 30)):
-        labels = draw.integers(0, 10, count).astype(np.uint8)
-        bright = np.arange(28)[None, :, None] < 2 * labels[:, None, None] + 2
-        arrays[f"{split}_images"] = np.where(bright, draw.integers(150, 256, (count, 28, 28)), 0).astype(np.uint8)
-        arrays[f"{split}_labels"] = labels
-    file = tmp_path_factory.mktemp("mnist") / "mnist.npz"
-    np.savez(file, **arrays)
-    return file
+def images(drawn_digits):
+    return drawn_digits(train=70, test=30)
 
 
 def stiefel(images, out, *more):

@@ -17,30 +17,12 @@ pytest.importorskip("rich")
 HERE = Path(__file__).parent.parent / "experiments"
 
 
-@pytest.fixture(autouse=True)
-def importable(monkeypatch):
-    monkeypatch.syspath_prepend(str(HERE))
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-    for name in ("common", "convolution", "data_hunger", "head_count", "mnist", "self_dominance"):
-        sys.modules.pop(name, None)
+pytestmark = pytest.mark.usefixtures("experiments")
 
 
 @pytest.fixture(scope="session")
-def images(tmp_path_factory):
-    """mnist.npz in MNIST's form: a digit is how many rows, from the top, are bright."""
-    draw = np.random.default_rng(0)
-    arrays = {}
-    for split, count in (("train", 2070), ("test", 60)):
-        labels = draw.integers(0, 10, count).astype(np.uint8)
-        bright = np.arange(28)[None, :, None] < 2 * labels[:, None, None] + 2
-        arrays[f"{split}_images"] = np.where(bright, draw.integers(150, 256, (count, 28, 28)), 0).astype(np.uint8)
-        arrays[f"{split}_labels"] = labels
-    file = tmp_path_factory.mktemp("mnist") / "mnist.npz"
-    np.savez(file, **arrays)
-    return file
+def images(drawn_digits):
+    return drawn_digits(train=2070, test=60)
 
 
 def hunger(images, out, *more):

@@ -4,7 +4,6 @@ import importlib.util
 import itertools
 import json
 import math
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,15 +16,7 @@ HERE = Path(__file__).parent.parent / "experiments"
 FIT = {"starts": 4, "steps": 300, "seed": 0}
 
 
-@pytest.fixture(autouse=True)
-def importable(monkeypatch):
-    monkeypatch.syspath_prepend(str(HERE))
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-    for name in ("common", "head_count", "self_dominance"):
-        sys.modules.pop(name, None)
+pytestmark = pytest.mark.usefixtures("experiments")
 
 
 def test_self_dominance(tmp_path, capsys, monkeypatch):

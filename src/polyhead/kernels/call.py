@@ -82,3 +82,16 @@ def intervals(call: Call) -> tuple[Int[Tensor, "rows queries"], Int[Tensor, "row
     ends = torch.broadcast_tensors(*call.over.interval(queries, keys, call.q.device))
     first, stop = (rows(end.expand(*end.shape[:-1], queries), batch, 1) for end in ends)
     return first, stop
+
+
+def axes(x: Float[Tensor, "batch heads items dim"]) -> list[int]:
+    """A tensor as the C++ takes it, whose features lie side by side: where it begins, and its strides."""
+    return [x.data_ptr(), *x.stride()[:3]]
+
+
+def room(
+    x: Float[Tensor, "batch heads items dim"], width: int | None = None
+) -> Float[Tensor, "batch heads items width"]:
+    """Room for a tensor of these axes with the heads inside of the items, so that joining them is free."""
+    batch, heads, items, features = x.shape
+    return x.new_empty(batch, items, heads, features if width is None else width).transpose(1, 2)

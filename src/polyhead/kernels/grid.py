@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from polyhead._torch import missing, native
-from polyhead.kernels.call import Call, Result, flat, to_heads
+from polyhead.kernels.call import Call, Result, axes, flat, room, to_heads
 from polyhead.kernels.fused import refuses, strided
 from polyhead.neighbourhood import Grid
 from polyhead.score import Dot
@@ -105,34 +105,24 @@ def _options(
     work = batch * heads * points * offsets * (dim + v.shape[3])
     return {
         "double": q.dtype == torch.float64, "sizes": [batch, heads, k.shape[1], dim, v.shape[3]],
-        "window": [*sizes, *reach, *steps], "q": _axes(q), "k": _axes(k), "v": _axes(v), "out": _axes(out),
+        "window": [*sizes, *reach, *steps], "q": axes(q), "k": axes(k), "v": axes(v), "out": axes(out),
         "lse": lse.data_ptr(), "table": 0 if table is None else table.data_ptr(), "scale": scale, "dropout": dropout,
         "threshold": round(dropout * 2**32) - 2**31, "seed": 0 if seed is None else int(seed.to(torch.int32)),
         "threads": torch.get_num_threads() if work > _PARALLEL else 1,
     }  # fmt: skip
 
 
-def _axes(x: Tensor) -> list[int]:
-    return [x.data_ptr(), *x.stride()[:3]]
-
-
-def _like(x: Tensor, width: int | None = None) -> Tensor:
-    """Room for (batch, heads, items, features) with the heads inside of the items, so that joining them is free."""
-    batch, heads, items, features = x.shape
-    return x.new_empty(batch, items, heads, features if width is None else width).transpose(1, 2)
-
-
 @torch.library.impl("polyhead::grid", "cpu", lib=_library)
 def _grid(q: Tensor, k: Tensor, v: Tensor, table: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor]:
     q, k, v, table = strided(q), strided(k), strided(v), _packed(table)
-    out, lse = _like(q, v.shape[-1]), q.new_empty(q.shape[:3])
+    out, lse = room(q, v.shape[-1]), q.new_empty(q.shape[:3])
     native.grid_forward(**_options(q, k, v, out, lse, table, *rest))
     return out, lse
 
 
 @torch.library.register_fake("polyhead::grid", lib=_library)
 def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return _like(q, v.shape[-1]), q.new_empty(q.shape[:3])
+    return room(q, v.shape[-1]), q.new_empty(q.shape[:3])
 
 
 @torch.library.impl("polyhead::grid_backward", "cpu", lib=_library)
@@ -142,11 +132,11 @@ def _grid_backward(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     d_out, out, q, k, v = (strided(x) for x in (d_out, out, q, k, v))
     lse, table, d_lse = lse.contiguous(), _packed(table), _packed(d_lse)
-    dq, dk, dv = _like(q), _like(k), _like(v)
+    dq, dk, dv = room(q), room(k), room(v)
     d_table = q.new_empty(0) if table is None else torch.empty_like(table)
     native.grid_backward(
-        **_options(q, k, v, out, lse, table, *rest), d_out=_axes(d_out), d_lse=0 if d_lse is None else d_lse.data_ptr(),
-        dq=_axes(dq), dk=_axes(dk), dv=_axes(dv), d_table=d_table.data_ptr(),
+        **_options(q, k, v, out, lse, table, *rest), d_out=axes(d_out), d_lse=0 if d_lse is None else d_lse.data_ptr(),
+        dq=axes(dq), dk=axes(dk), dv=axes(dv), d_table=d_table.data_ptr(),
     )  # fmt: skip
     return dq, dk, dv, d_table
 
@@ -160,7 +150,7 @@ def _(
     d_out: Tensor, d_lse: Tensor | None, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, table: Tensor | None,
     *_: Any,
 ) -> Any:  # fmt: skip
-    return _like(q), _like(k), _like(v), q.new_empty(0) if table is None else table.new_empty(table.shape)
+    return room(q), room(k), room(v), q.new_empty(0) if table is None else table.new_empty(table.shape)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

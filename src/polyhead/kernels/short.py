@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from polyhead._torch import missing, native
-from polyhead.kernels.call import Call, Result, flat, intervals, to_heads
+from polyhead.kernels.call import Call, Result, axes, flat, intervals, room, to_heads
 from polyhead.kernels.fused import refuses, strided
 from polyhead.score import Dot
 
@@ -74,33 +74,23 @@ def _options(
     work = batch * heads * queries * keys * (dim + width)
     return {
         "double": q.dtype == torch.float64, "sizes": [batch, heads, key_heads, queries, keys, dim, width],
-        "q": _axes(q), "k": _axes(k), "v": _axes(v), "first": first.data_ptr(), "stop": stop.data_ptr(), "rows": len(first),
+        "q": axes(q), "k": axes(k), "v": axes(v), "first": first.data_ptr(), "stop": stop.data_ptr(), "rows": len(first),
         "scale": scale, "dropout": dropout, "threshold": round(dropout * 2**32) - 2**31,
         "seed": 0 if seed is None else int(seed.to(torch.int32)), "threads": torch.get_num_threads() if work > _PARALLEL else 1,
     }  # fmt: skip
 
 
-def _axes(x: Tensor) -> list[int]:
-    return [x.data_ptr(), *x.stride()[:3]]
-
-
-def _like(x: Tensor, width: int | None = None) -> Tensor:
-    """Room for (batch, heads, items, features) with the heads inside of the items, so that joining them is free."""
-    batch, heads, items, features = x.shape
-    return x.new_empty(batch, items, heads, features if width is None else width).transpose(1, 2)
-
-
 @torch.library.impl("polyhead::short", "cpu", lib=_library)
 def _short(q: Tensor, k: Tensor, v: Tensor, first: Tensor, stop: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     q, k, v, first, stop = strided(q), strided(k), strided(v), first.contiguous(), stop.contiguous()
-    out, lse = _like(q, v.shape[-1]), q.new_empty(q.shape[:3])
-    native.short_forward(**_options(q, k, v, first, stop, *rest), out=_axes(out), lse=lse.data_ptr())
+    out, lse = room(q, v.shape[-1]), q.new_empty(q.shape[:3])
+    native.short_forward(**_options(q, k, v, first, stop, *rest), out=axes(out), lse=lse.data_ptr())
     return out, lse
 
 
 @torch.library.register_fake("polyhead::short", lib=_library)
 def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return _like(q, v.shape[-1]), q.new_empty(q.shape[:3])
+    return room(q, v.shape[-1]), q.new_empty(q.shape[:3])
 
 
 @torch.library.impl("polyhead::short_backward", "cpu", lib=_library)
@@ -110,17 +100,17 @@ def _short_backward(
     d_out, q, k, v = (strided(x) for x in (d_out, q, k, v))
     lse, first, stop = lse.contiguous(), first.contiguous(), stop.contiguous()
     d_lse = None if d_lse is None else d_lse.contiguous()
-    dq, dk, dv = _like(q), _like(k), _like(v)
+    dq, dk, dv = room(q), room(k), room(v)
     native.short_backward(
-        **_options(q, k, v, first, stop, *rest), lse=lse.data_ptr(), d_out=_axes(d_out),
-        d_lse=0 if d_lse is None else d_lse.data_ptr(), dq=_axes(dq), dk=_axes(dk), dv=_axes(dv),
+        **_options(q, k, v, first, stop, *rest), lse=lse.data_ptr(), d_out=axes(d_out),
+        d_lse=0 if d_lse is None else d_lse.data_ptr(), dq=axes(dq), dk=axes(dk), dv=axes(dv),
     )  # fmt: skip
     return dq, dk, dv
 
 
 @torch.library.register_fake("polyhead::short_backward", lib=_library)
 def _(d_out: Tensor, d_lse: Tensor | None, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Any:
-    return _like(q), _like(k), _like(v)
+    return room(q), room(k), room(v)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
