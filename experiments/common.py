@@ -110,6 +110,32 @@ def run(main: Callable[[], None]) -> int:
     return 0
 
 
+def add_shared(parser: argparse.ArgumentParser, picture: str) -> None:
+    """The options of an experiment that measures once, prints and draws: see `shown`."""
+    add = parser.add_argument
+    add("--threads", type=natural, default=1, help="of torch (default: %(default)s)")
+    add("--out", type=Path, default=PICTURES / picture, help="the picture")
+    add("--json", type=Path, metavar="FILE", help="write the results")
+
+
+def shown(
+    arguments: argparse.Namespace,
+    measure: Callable[[], dict[str, Any]],
+    report: Callable[[dict[str, Any]], None],
+    picture: Callable[[dict[str, Any]], Figure],
+) -> int:
+    """Measure, print the tables, draw the picture, write the results; the exit code."""
+
+    def work() -> None:
+        torch.set_num_threads(arguments.threads)
+        found = measure()
+        report(found)
+        write_picture(arguments.out, picture(found))
+        write_json(arguments.json, found)
+
+    return run(work)
+
+
 def write_whole(file: Path, content: bytes) -> None:
     """Write a file, or leave it as it was."""
     file.parent.mkdir(parents=True, exist_ok=True)

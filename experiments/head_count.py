@@ -24,12 +24,11 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from common import BLUE, GREEN, GREY, ORANGE, PICTURES, natural, print_table, progress, run, write_json, write_picture
+from common import BLUE, GREEN, GREY, ORANGE, add_shared, natural, print_table, progress, shown
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
@@ -401,24 +400,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--steps", type=natural, default=1000, help="of Adam (default: %(default)s)")
     add("--draws", type=natural, default=1000, help="random kernels whose signs are looked at (default: %(default)s)")
     add("--seed", type=int, default=0)
-    add("--threads", type=natural, default=1, help="of torch (default: %(default)s)")
-    add("--out", type=Path, default=PICTURES / "head_count.png", help="the picture")
-    add("--json", type=Path, metavar="FILE", help="write the results")
+    add_shared(parser, "head_count.png")
     arguments = parser.parse_args(argv)
 
-    def work() -> None:
-        torch.set_num_threads(arguments.threads)
+    def measure() -> dict[str, Any]:
         channels, starts, steps, seed = arguments.channels, arguments.starts, arguments.steps, arguments.seed
-        found = {
+        return {
             "channels": channels,
             "heads": count_heads(channels, starts, steps, arguments.draws, seed),
             "widths": widen_heads(channels, starts, 2 * steps, seed),
         }
-        report(found)
-        write_picture(arguments.out, picture(found))
-        write_json(arguments.json, found)
 
-    return run(work)
+    return shown(arguments, measure, report, picture)
 
 
 if __name__ == "__main__":

@@ -17,12 +17,11 @@ import random
 import statistics
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from common import BLUE, GREEN, ORANGE, PICTURES, print_table, run, write_json, write_picture
+from common import BLUE, GREEN, ORANGE, add_shared, print_table, shown
 from matplotlib.figure import Figure
 from rich.progress import track
 from torch import Tensor
@@ -147,19 +146,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     add = parser.add_argument
     add("--sentences", type=int, default=60, help="(default: %(default)s)")
     add("--orders", type=int, default=3, help="random orders (default: %(default)s)")
-    add("--threads", type=int, default=1, help="of torch (default: %(default)s)")
-    add("--out", type=Path, default=PICTURES / "lost_heads.png", help="the picture")
-    add("--json", type=Path, metavar="FILE", help="write the results")
+    add_shared(parser, "lost_heads.png")
     arguments = parser.parse_args(argv)
 
-    def work() -> None:
-        torch.set_num_threads(arguments.threads)
-        found = measure(arguments.sentences, arguments.orders)
-        report(found)
-        write_picture(arguments.out, picture(found))
-        write_json(arguments.json, found)
-
-    return run(work)
+    return shown(arguments, lambda: measure(arguments.sentences, arguments.orders), report, picture)
 
 
 if __name__ == "__main__":

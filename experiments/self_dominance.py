@@ -18,12 +18,11 @@ import argparse
 import sys
 from collections import defaultdict
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from common import BLUE, GREEN, GREY, ORANGE, PICTURES, natural, print_table, progress, run, write_json, write_picture
+from common import BLUE, GREEN, GREY, ORANGE, add_shared, natural, print_table, progress, shown
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor
@@ -222,22 +221,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--sets", type=natural, default=20, help="of random tokens, for each size and spread (default: %(default)s)")
     add("--sentences", type=natural, default=259, help="that the model reads, at most (default: %(default)s)")
     add("--seed", type=int, default=0)
-    add("--threads", type=natural, default=1, help="of torch (default: %(default)s)")
-    add("--out", type=Path, default=PICTURES / "self_dominance.png", help="the picture")
-    add("--json", type=Path, metavar="FILE", help="write the results")
+    add_shared(parser, "self_dominance.png")
     arguments = parser.parse_args(argv)
 
-    def work() -> None:
-        torch.set_num_threads(arguments.threads)
+    def measure() -> dict[str, Any]:
         random = [
             of_random_tokens(shape, spread, arguments.sets, arguments.seed) for shape in SHAPES for spread in SPREADS
         ]
-        found = {"random": random, "model": in_a_model(arguments.sentences)}
-        report(found)
-        write_picture(arguments.out, picture(found))
-        write_json(arguments.json, found)
+        return {"random": random, "model": in_a_model(arguments.sentences)}
 
-    return run(work)
+    return shown(arguments, measure, report, picture)
 
 
 if __name__ == "__main__":

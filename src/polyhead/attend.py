@@ -12,7 +12,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 from polyhead.kernels import Call, Result, kernels
 from polyhead.kernels.graph import weights as edge_weights
 from polyhead.kernels.reference import through_sink, weights
-from polyhead.neighbourhood import Dense, Graph, Grid, Neighbourhood, Sizes, broadcasts, neighbourhood, parts
+from polyhead.neighbourhood import Dense, Graph, Grid, Lattice, Neighbourhood, Sizes, broadcasts, neighbourhood, parts
 from polyhead.position import Position
 from polyhead.score import Dot, Score
 
@@ -165,6 +165,12 @@ def points(
     position: Position, over: Neighbourhood, queries: int, keys: int, device: torch.device
 ) -> tuple[Int[Tensor, "queries axes"] | None, Int[Tensor, "keys axes"] | None]:
     """Where queries and keys stand, for a position on a grid; two times None for one along a sequence."""
+    grid = _grid_of(position, over, queries, keys)
+    return (None, None) if grid is None else (grid.queries(device), grid.keys(device))
+
+
+def _grid_of(position: Position, over: Neighbourhood, queries: int, keys: int) -> Lattice | None:
+    """The grid along whose axes a position counts, None along a sequence; checked."""
     grid = over.grid
     if position.axes is None:
         if grid is not None and grid.sparse:
@@ -172,7 +178,7 @@ def points(
                 f"position: {type(position).__name__} counts queries along the keys, but those of {over!r} stand elsewhere; pass a "
                 "position with axes, such as Rotary(axes=2)"
             )
-        return None, None
+        return None
     if grid is None or len(grid.sizes) != position.axes:
         sizes = ", ".join(("height", "width", "depth")[: position.axes]) if position.axes < 4 else "…"
         raise ValueError(
@@ -180,27 +186,25 @@ def points(
             f"pass over=Grid({sizes})"
         )
     grid.check("Grid", Sizes((), 1, queries, keys))
-    return grid.queries(device), grid.keys(device)
+    return grid
 
 
 def _added(
     position: Position, over: Neighbourhood, bias: Tensor | None, queries: int, keys: int, device: torch.device
 ) -> tuple[Tensor | None, Tensor | None]:
     """What a position adds: one number a distance where distances tell, else one a pair, joined to the bias."""
-    points(position, over, queries, keys, device)
+    grid = _grid_of(position, over, queries, keys)
     distance = torch.arange(1 - keys, max(queries, 1 - keys), device=device)
-    if position.axes is None:
+    if grid is None:
         return position.by_distance(distance), bias
     local = next((part for part in parts(over) if isinstance(part, Grid) and part.told_apart), None)
     table = None if local is None else position.by_offset(local.apart(distance))
     if table is not None:
         return table, bias
-    assert over.grid is not None
-    prefix = over.grid.prefix
-    pairs = position.on_grid(over.grid._replace(prefix=0), device)
-    if pairs is not None and prefix:
+    pairs = position.on_grid(grid._replace(prefix=0), device)
+    if pairs is not None and grid.prefix:
         # nothing is added for tokens that stand nowhere
-        pairs = torch.nn.functional.pad(pairs, (prefix, 0, prefix, 0))
+        pairs = torch.nn.functional.pad(pairs, (grid.prefix, 0, grid.prefix, 0))
     if pairs is None or bias is None:
         return None, bias if pairs is None else pairs
     return None, bias + pairs

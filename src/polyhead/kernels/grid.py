@@ -36,8 +36,9 @@ class OnGrid:
         if not call.q.is_cpu:
             return f"it runs on the CPU, and q is on {call.q.device.type}"
         over = call.over
-        if type(over) is not Grid or over.window is None:
-            return "it takes windows of a Grid, and nothing else"
+        assert isinstance(over, Grid)
+        if over.window is None:
+            return "there is no window"
         if over.outputs != over.sizes or max(over.stride) > 1:
             return "its queries are all points of the grid, without a stride"
         if over.prefix:
