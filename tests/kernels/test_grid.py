@@ -280,11 +280,3 @@ def test_where_it_gives_way() -> None:
     )
     assert why(Grid(2 * WIDE, window=WIDE + 1), dropout=0.1) is None
     assert why(Grid(8, 8, window=3), x.to("meta")) == "it runs on the CPU, and q is on meta"
-
-
-def test_second_derivatives_are_refused_in_words() -> None:
-    q, k, v = tensors(Grid(3, 4, window=3))
-    out = attend(q, k, v, over=Grid(3, 4, window=3), kernel="grid")
-    (dq,) = torch.autograd.grad(out.sum(), q, create_graph=True)
-    with pytest.raises(RuntimeError, match="first derivatives only"):
-        torch.autograd.grad(dq.sum(), k)

@@ -142,11 +142,3 @@ def test_where_it_gives_way() -> None:
     assert "mask" in explain(q, q, q, over=torch.eye(5).bool()).refused["short"]
     assert explain(q, q, q, bias=torch.zeros(5, 5)).refused["short"] == "it adds no bias"
     assert explain(q, q, q, over=Dense(), dropout=0.1).kernel == "short"
-
-
-def test_second_derivatives_are_refused_in_words() -> None:
-    q, k, v = tensors(1, 1, 1, 3, 4, 8, 8, torch.float64)
-    out = attend(q, k, v, over=Window(2), kernel="short")
-    (dq,) = torch.autograd.grad(out.sum(), q, create_graph=True)
-    with pytest.raises(RuntimeError, match="first derivatives only"):
-        torch.autograd.grad(dq.sum(), k)

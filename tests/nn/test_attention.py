@@ -413,15 +413,3 @@ def test_padding_of_another_batch():
         layer(position="rotary")
     with pytest.raises(ValueError, match=r"dropout: it is None"):
         layer(dropout=None)
-
-
-def test_second_derivatives_where_the_reference_serves():
-    mha = layer(position=ALiBi(6)).double()
-    x = torch.randn(2, 5, 30, dtype=torch.float64)
-    hessian = torch.func.hessian(lambda x: mha(x)[0].square().sum())(x)
-    assert hessian.isfinite().all()
-    x.requires_grad_()
-    for over in (None, Window(2)):
-        (first,) = torch.autograd.grad(mha(x, over=over)[0].square().sum(), x, create_graph=True)
-        with pytest.raises(RuntimeError, match=r"not implemented|does not require grad|no autograd formula"):
-            torch.autograd.grad(first.sum(), x)

@@ -16,6 +16,8 @@ from torch import Tensor
 from polyhead._torch import missing, native
 from polyhead.kernels.call import Call, Result, axes, flat, room, to_heads
 from polyhead.kernels.fused import refuses, strided
+from polyhead.kernels.offsets import attend_gathered
+from polyhead.kernels.operators import define_attention
 from polyhead.neighbourhood import Grid
 from polyhead.score import Dot
 
@@ -82,18 +84,6 @@ def _distances(sizes: Sequence[int], reach: Sequence[int], steps: Sequence[int])
     return place + (math.prod(sizes) - 1)
 
 
-_INPUTS = (
-    "Tensor q, Tensor k, Tensor v, Tensor? table, Tensor? seed, int[] sizes, int[] reach, int[] steps, float scale, "
-    "float dropout"
-)
-# torch.library.custom_op would import the whole compiler at the first call
-_library = torch.library.Library("polyhead", "FRAGMENT")
-_library.define(f"grid({_INPUTS}) -> (Tensor, Tensor)")
-_library.define(
-    f"grid_backward(Tensor d_out, Tensor? d_lse, Tensor out, Tensor lse, {_INPUTS}) -> (Tensor, Tensor, Tensor, Tensor)"
-)
-
-
 def _options(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, table: Tensor | None, seed: Tensor | None, sizes: list[int],
     reach: list[int], steps: list[int], scale: float, dropout: float,
@@ -113,7 +103,6 @@ def _options(
     }  # fmt: skip
 
 
-@torch.library.impl("polyhead::grid", "cpu", lib=_library)
 def _grid(q: Tensor, k: Tensor, v: Tensor, table: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor]:
     q, k, v, table = strided(q), strided(k), strided(v), _packed(table)
     out, lse = room(q, v.shape[-1]), q.new_empty(q.shape[:3])
@@ -121,22 +110,21 @@ def _grid(q: Tensor, k: Tensor, v: Tensor, table: Tensor | None, *rest: Any) -> 
     return out, lse
 
 
-@torch.library.register_fake("polyhead::grid", lib=_library)
-def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+def _grid_fake(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return room(q, v.shape[-1]), q.new_empty(q.shape[:3])
 
 
-@torch.library.impl("polyhead::grid_backward", "cpu", lib=_library)
 def _grid_backward(
     d_out: Tensor, d_lse: Tensor | None, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, table: Tensor | None,
     *rest: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
+    *options, _ = rest
     d_out, out, q, k, v = (strided(x) for x in (d_out, out, q, k, v))
     lse, table, d_lse = lse.contiguous(), _packed(table), _packed(d_lse)
     dq, dk, dv = room(q), room(k), room(v)
     d_table = q.new_empty(0) if table is None else torch.empty_like(table)
     native.grid_backward(
-        **_options(q, k, v, out, lse, table, *rest), d_out=axes(d_out), d_lse=0 if d_lse is None else d_lse.data_ptr(),
+        **_options(q, k, v, out, lse, table, *options), d_out=axes(d_out), d_lse=0 if d_lse is None else d_lse.data_ptr(),
         dq=axes(dq), dk=axes(dk), dv=axes(dv), d_table=d_table.data_ptr(),
     )  # fmt: skip
     return dq, dk, dv, d_table
@@ -146,33 +134,34 @@ def _packed(x: Tensor | None) -> Tensor | None:
     return None if x is None else x.contiguous()
 
 
-@torch.library.register_fake("polyhead::grid_backward", lib=_library)
-def _(
+def _grid_backward_fake(
     d_out: Tensor, d_lse: Tensor | None, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, table: Tensor | None,
     *_: Any,
-) -> Any:  # fmt: skip
+) -> tuple[Tensor, ...]:  # fmt: skip
     return room(q), room(k), room(v), q.new_empty(0) if table is None else table.new_empty(table.shape)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*inputs[:5], *output)
-    ctx.options = inputs[5:]
+def _definition(
+    q: Tensor, k: Tensor, v: Tensor, table: Tensor | None, seed: Tensor | None, sizes: list[int], reach: list[int],
+    steps: list[int], scale: float, dropout: float,
+) -> Result:  # fmt: skip
+    """The same by gathering the keys and values of each window."""
+    over = Grid(*sizes, window=[2 * n + 1 for n in reach], dilation=steps)
+    if table is not None:
+        distances = table.new_zeros(table.shape[0], 2 * math.prod(sizes) - 1)
+        table = distances.index_copy(1, _distances(sizes, reach, steps), table)
+    call = Call(q, k, v, over, Dot(scale), table, None, None, dropout, seed)
+    index = over.window_index(q.device).expand(q.shape[1], -1, -1)
+    return attend_gathered(call, index)
 
 
-def _backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Any, ...]:
-    *tensors, out, lse = ctx.saved_tensors
-    d_out = torch.zeros_like(out) if d_out is None else d_out
-    *given, d_table = torch.ops.polyhead.grid_backward(d_out, d_lse, out, lse, *tensors, *ctx.options)
-    return (*given, None if tensors[3] is None else d_table, *(None,) * 6)
-
-
-def _no_second_derivatives(ctx: Any, *gradients: Any) -> Any:
-    raise RuntimeError(
-        "the kernel for grids has first derivatives only; for second ones call attend(…, kernel='reference'), or torch.func"
-    )
-
-
-# without a rule of its own it would count as constant, and second derivatives as zero
-torch.library.register_autograd("polyhead::grid_backward", _no_second_derivatives, lib=_library)
-torch.library.register_autograd("polyhead::grid", _backward, setup_context=_save, lib=_library)
+define_attention(
+    "grid",
+    "Tensor q, Tensor k, Tensor v, Tensor? table, Tensor? seed, int[] sizes, int[] reach, int[] steps, float scale, float dropout",
+    learned=("q", "k", "v", "table"),
+    forward=_grid,
+    forward_fake=_grid_fake,
+    backward=_grid_backward,
+    backward_fake=_grid_backward_fake,
+    definition=_definition,
+)

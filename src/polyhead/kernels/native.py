@@ -14,8 +14,10 @@ from torch import Tensor
 
 from polyhead._torch import missing, native, under_transform
 from polyhead.kernels.call import Call, Result, flat, to_heads
-from polyhead.neighbourhood import Graph
-from polyhead.score import GAT, Dot, GATv2
+from polyhead.kernels.graph import Edges
+from polyhead.kernels.operators import define_attention
+from polyhead.neighbourhood import Graph, Order
+from polyhead.score import GAT, Dot, GATv2, Score
 
 _KINDS = {GAT: 0, GATv2: 1, Dot: 2}
 # The kernels read features in steps of so many.
@@ -68,7 +70,7 @@ class Native:
         out, lse = torch.ops.polyhead.edges(
             q, k, v_or_k, a, inside, features, edge,
             None if graph.weights is None else graph.weights.to(dtype),
-            list(graph.order), call.seed if call.dropout > 0 else None,
+            *graph.order, call.seed if call.dropout > 0 else None,
             _KINDS[type(score)], score.factor(call.q.shape[-1]) if isinstance(score, Dot) else score.negative_slope, call.dropout,
         )  # fmt: skip
         out, lse = out.transpose(-3, -2), lse.transpose(-2, -1)
@@ -98,27 +100,15 @@ def _block_diagonal(a: Tensor) -> Tensor:
     return (torch.eye(heads, dtype=a.dtype, device=a.device)[:, None] * a[:, :, None]).reshape(-1, heads)
 
 
-_INPUTS = (
-    "Tensor q, Tensor k, Tensor? v, Tensor? a, Tensor? inside, Tensor? features, Tensor? edge, Tensor? weights, "
-    "Tensor[] order, Tensor? seed, int kind, float factor, float dropout"
-)
-# torch.library.custom_op would import the whole compiler at the first call
-_library = torch.library.Library("polyhead", "FRAGMENT")
-_library.define(f"edges({_INPUTS}) -> (Tensor, Tensor)")
-_library.define(
-    f"edges_backward(Tensor d_out, Tensor? d_lse, Tensor out, Tensor lse, {_INPUTS}, bool[] wanted) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
-)
-
-
 class _Problem:
     """The tensors of one call as the kernels want them: contiguous, of one width that is a multiple of the step."""
 
     def __init__(
         self, q: Tensor, k: Tensor, v: Tensor | None, a: Tensor | None, inside: Tensor | None, features: Tensor | None,
-        edge: Tensor | None, weights: Tensor | None, order: list[Tensor], seed: Tensor | None, kind: int, factor: float,
-        dropout: float,
+        edge: Tensor | None, weights: Tensor | None, first: Tensor, source: Tensor, number: Tensor, out_first: Tensor,
+        out_place: Tensor, out_destination: Tensor, seed: Tensor | None, kind: int, factor: float, dropout: float,
     ) -> None:  # fmt: skip
+        order = [first, source, number, out_first, out_place, out_destination]
         _check(q, k, order, (a, features if inside is None else inside, edge, weights, v))
         widths = [x.shape[-1] for x in (q, k, v) if x is not None and x.dim() == 4]
         self.dim = -(-max(widths) // _STEP) * _STEP
@@ -173,7 +163,6 @@ def _value_width(k: Tensor, v: Tensor | None) -> int:
     return (k if v is None else v).shape[-1]
 
 
-@torch.library.impl("polyhead::edges", "cpu", lib=_library)
 def _edges(q: Tensor, k: Tensor, v: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor]:
     problem = _Problem(q, k, v, *rest)
     out, lse = q.new_empty(*q.shape[:3], problem.dim), q.new_empty(q.shape[:3])
@@ -182,14 +171,12 @@ def _edges(q: Tensor, k: Tensor, v: Tensor | None, *rest: Any) -> tuple[Tensor, 
     return (out if width == problem.dim else out[..., :width].contiguous()), lse
 
 
-@torch.library.register_fake("polyhead::edges", lib=_library)
-def _(q: Tensor, k: Tensor, v: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor]:
+def _edges_fake(q: Tensor, k: Tensor, v: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor]:
     return q.new_empty(*q.shape[:3], _value_width(k, v)), q.new_empty(q.shape[:3])
 
 
-@torch.library.impl("polyhead::edges_backward", "cpu", lib=_library)
 def _edges_backward(d_out: Tensor, d_lse: Tensor | None, out: Tensor, lse: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    *inputs, wanted = rest
+    *inputs, needed = rest
     problem = _Problem(*inputs)
     # where there is nothing to sum over, nothing is written
     room = torch.empty_like if out.numel() and problem.edge.numel() else torch.zeros_like
@@ -198,7 +185,7 @@ def _edges_backward(d_out: Tensor, d_lse: Tensor | None, out: Tensor, lse: Tenso
     dv, da, d_map = (new(x) for x in (problem.v, problem.a, problem.map))
     d_inside, d_features, d_weights = (
         new(x) if want else None
-        for x, want in zip((problem.inside, problem.features, problem.weights), wanted, strict=True)
+        for x, want in ((problem.inside, needed[4]), (problem.features, needed[5]), (problem.weights, needed[7]))
     )
     out, lse, d_out = problem.wide(out), lse.contiguous(), problem.wide(d_out)
     d_lse = None if d_lse is None else d_lse.contiguous()
@@ -216,43 +203,50 @@ def _edges_backward(d_out: Tensor, d_lse: Tensor | None, out: Tensor, lse: Tenso
     )
 
 
-@torch.library.register_fake("polyhead::edges_backward", lib=_library)
-def _(d_out: Tensor, d_lse: Tensor | None, out: Tensor, lse: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    *inputs, wanted = rest
-    q = inputs[0]
-    unwanted = {4: not wanted[0], 5: not wanted[1], 7: not wanted[2]}
+def _edges_backward_fake(
+    d_out: Tensor, d_lse: Tensor | None, out: Tensor, lse: Tensor, *rest: Any
+) -> tuple[Tensor, ...]:
+    *inputs, needed = rest
+    q, always = inputs[0], [place not in (4, 5, 7) for place in range(8)]
     return tuple(
-        q.new_empty(0) if x is None or unwanted.get(place) else q.new_empty(x.shape)
-        for place, x in enumerate(inputs[:8])
+        q.new_empty(0) if x is None or not (need or known) else q.new_empty(x.shape)
+        for x, need, known in zip(inputs[:8], needed, always, strict=True)
     )
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.set_materialize_grads(False)
-    tensors, order, (seed, *options) = inputs[:8], inputs[8], inputs[9:]
-    ctx.save_for_backward(*tensors, *order, seed, *output)
-    ctx.options = options
+def _definition(
+    q: Tensor, k: Tensor, v: Tensor | None, a: Tensor | None, inside: Tensor | None, features: Tensor | None,
+    edge: Tensor | None, weights: Tensor | None, *rest: Any,
+) -> Result:  # fmt: skip
+    """The same by `Edges`, for tensors node by node."""
+    *order, seed, kind, factor, dropout = rest
+    if kind == _KINDS[GAT]:
+        # the terms of queries and keys are features of their own, one number each, as are those of edges
+        q, k = q[..., None], k[..., None]
+        one = q.new_ones(q.shape[2], 1)
+        features = inside
+        score: Score = GAT.of(one, one, None if inside is None else torch.eye(len(one)).to(q), negative_slope=factor)
+    elif kind == _KINDS[GATv2]:
+        assert a is not None
+        score = GATv2.of(a, None if edge is None else edge.transpose(-2, -1), negative_slope=factor)
+    else:
+        score = Dot(factor)
+    graph = Graph(Order(*order).edge_index, (k.shape[1], q.shape[1]), features, weights)
+    q, k, v = (x.transpose(1, 2) for x in (q, k, k if v is None else v))
+    out, lse = Edges()(Call(q, k, v, graph, score, dropout=dropout, seed=seed))
+    assert lse is not None
+    return out.transpose(1, 2), lse.transpose(1, 2)
 
 
-def _backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Any, ...]:
-    *saved, seed, out, lse = ctx.saved_tensors
-    tensors, order = saved[:8], saved[8:]
-    d_out = torch.zeros_like(out) if d_out is None else d_out
-    wanted = [ctx.needs_input_grad[place] for place in (4, 5, 7)]
-    gradients = torch.ops.polyhead.edges_backward(d_out, d_lse, out, lse, *tensors, order, seed, *ctx.options, wanted)
-    given = [
-        g if need and x is not None else None
-        for g, x, need in zip(gradients, tensors, ctx.needs_input_grad, strict=False)
-    ]
-    return (*given, [None] * len(order), None, None, None, None)
-
-
-def _no_second_derivatives(ctx: Any, *gradients: Any) -> Any:
-    raise RuntimeError(
-        "the native kernel has first derivatives only; for second ones call attend(…, kernel='edges'), or torch.func"
-    )
-
-
-# without a rule of its own it would count as constant, and second derivatives as zero
-torch.library.register_autograd("polyhead::edges_backward", _no_second_derivatives, lib=_library)
-torch.library.register_autograd("polyhead::edges", _backward, setup_context=_save, lib=_library)
+define_attention(
+    "edges",
+    "Tensor q, Tensor k, Tensor? v, Tensor? a, Tensor? inside, Tensor? features, Tensor? edge, Tensor? weights, Tensor first, "
+    "Tensor source, Tensor number, Tensor out_first, Tensor out_place, Tensor out_destination, Tensor? seed, int kind, "
+    "float factor, float dropout",
+    learned=("q", "k", "v", "a", "inside", "features", "edge", "weights"),
+    forward=_edges,
+    forward_fake=_edges_fake,
+    backward=_edges_backward,
+    backward_fake=_edges_backward_fake,
+    definition=_definition,
+)

@@ -28,7 +28,7 @@ class AtOffsets:
         index = call.over.index.to(call.q.device)
         if call.over.several > 1:
             with torch.autocast(call.q.device.type, enabled=False):
-                return _gathered(call, index)
+                return attend_gathered(call, index)
         # the softmax of one number is 1; what looks beyond the border finds a row of zeros
         last = call.k.shape[-2]
         out = _fetched(F.pad(call.v, (0, 0, 0, 1)), index.masked_fill(index < 0, last)[..., 0])
@@ -49,7 +49,8 @@ def _fetched(
     return v.transpose(-3, -2)[..., index.T, head, :].transpose(-3, -2)
 
 
-def _gathered(call: Call, index: Int[Tensor, "heads queries several"]) -> Result:
+def attend_gathered(call: Call, index: Int[Tensor, "heads queries several"]) -> Result:
+    """Attention of each query to the keys of these numbers, -1 for none, whatever the neighbourhood of the call says."""
     p, lse = softmax(_scores(call, index))
     if call.dropout > 0:
         p = p * _kept(call, index)

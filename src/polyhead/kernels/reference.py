@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from polyhead.kernels.call import Call, Result, to_heads
 from polyhead.kernels.dropout import keeps
-from polyhead.neighbourhood import Graph
+from polyhead.neighbourhood import Graph, Mask
+from polyhead.score import Dot
 
 
 class Reference:
@@ -31,6 +32,26 @@ class Reference:
             p = p * kept(call) / (1 - call.dropout)
         with torch.autocast(p.device.type, enabled=False):
             return (p @ to_heads(call.v, call.q.shape[-3]).to(p.dtype)).to(call.v.dtype), lse
+
+
+def attend_intervals(
+    q: Float[Tensor, "batch heads queries dim"],
+    k: Float[Tensor, "batch key_heads keys dim"],
+    v: Float[Tensor, "batch value_heads keys value_dim"],
+    first: Int[Tensor, "rows queries"],
+    stop: Int[Tensor, "rows queries"],
+    mask: Bool[Tensor, "#rows #heads #queries #keys"] | None,
+    table: Float[Tensor, "heads distances"] | None,
+    bias: Float[Tensor, "#rows #heads #queries #keys"] | None,
+    seed: Int[Tensor, ""] | None,
+    scale: float,
+    dropout: float,
+) -> Result:
+    """Dot products over the keys `[first, stop)` of each query, where a mask allows them: what kernels with intervals compute."""
+    key = torch.arange(k.shape[-2], device=q.device)
+    allowed = ((key >= first[..., None]) & (key < stop[..., None]))[:, None]
+    over = Mask(allowed if mask is None else allowed & mask)
+    return Reference()(Call(q, k, v, over, Dot(scale), table, bias, None, dropout, seed))
 
 
 def scores(

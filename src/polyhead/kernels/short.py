@@ -15,6 +15,8 @@ from torch import Tensor
 from polyhead._torch import missing, native
 from polyhead.kernels.call import Call, Result, axes, flat, intervals, room, to_heads
 from polyhead.kernels.fused import refuses, strided
+from polyhead.kernels.operators import define_attention
+from polyhead.kernels.reference import attend_intervals
 from polyhead.score import Dot
 
 # Numbers of one head's keys: what is made of them fits into a core's caches.
@@ -57,13 +59,6 @@ class Short:
         return out.to(call.v.dtype), lse
 
 
-_INPUTS = "Tensor q, Tensor k, Tensor v, Tensor first, Tensor stop, Tensor? seed, float scale, float dropout"
-# torch.library.custom_op would import the whole compiler at the first call
-_library = torch.library.Library("polyhead", "FRAGMENT")
-_library.define(f"short({_INPUTS}) -> (Tensor, Tensor)")
-_library.define(f"short_backward(Tensor d_out, Tensor? d_lse, Tensor lse, {_INPUTS}) -> (Tensor, Tensor, Tensor)")
-
-
 def _options(
     q: Tensor, k: Tensor, v: Tensor, first: Tensor, stop: Tensor, seed: Tensor | None, scale: float, dropout: float
 ) -> dict[str, Any]:
@@ -80,7 +75,6 @@ def _options(
     }  # fmt: skip
 
 
-@torch.library.impl("polyhead::short", "cpu", lib=_library)
 def _short(q: Tensor, k: Tensor, v: Tensor, first: Tensor, stop: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     q, k, v, first, stop = strided(q), strided(k), strided(v), first.contiguous(), stop.contiguous()
     out, lse = room(q, v.shape[-1]), q.new_empty(q.shape[:3])
@@ -88,52 +82,44 @@ def _short(q: Tensor, k: Tensor, v: Tensor, first: Tensor, stop: Tensor, *rest: 
     return out, lse
 
 
-@torch.library.register_fake("polyhead::short", lib=_library)
-def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+def _short_fake(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return room(q, v.shape[-1]), q.new_empty(q.shape[:3])
 
 
-@torch.library.impl("polyhead::short_backward", "cpu", lib=_library)
 def _short_backward(
-    d_out: Tensor, d_lse: Tensor | None, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, first: Tensor, stop: Tensor, *rest: Any
+    d_out: Tensor, d_lse: Tensor | None, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, first: Tensor, stop: Tensor,
+    seed: Tensor | None, scale: float, dropout: float, needed: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     d_out, q, k, v = (strided(x) for x in (d_out, q, k, v))
     lse, first, stop = lse.contiguous(), first.contiguous(), stop.contiguous()
     d_lse = None if d_lse is None else d_lse.contiguous()
     dq, dk, dv = room(q), room(k), room(v)
     native.short_backward(
-        **_options(q, k, v, first, stop, *rest), lse=lse.data_ptr(), d_out=axes(d_out),
+        **_options(q, k, v, first, stop, seed, scale, dropout), lse=lse.data_ptr(), d_out=axes(d_out),
         d_lse=0 if d_lse is None else d_lse.data_ptr(), dq=axes(dq), dk=axes(dk), dv=axes(dv),
     )  # fmt: skip
     return dq, dk, dv
 
 
-@torch.library.register_fake("polyhead::short_backward", lib=_library)
-def _(d_out: Tensor, d_lse: Tensor | None, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Any:
+def _short_backward_fake(
+    d_out: Tensor, d_lse: Tensor | None, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any
+) -> tuple[Tensor, Tensor, Tensor]:
     return room(q), room(k), room(v)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.set_materialize_grads(False)
-    *tensors, ctx.scale, ctx.dropout = inputs
-    ctx.save_for_backward(*tensors, output[1])
+def _definition(
+    q: Tensor, k: Tensor, v: Tensor, first: Tensor, stop: Tensor, seed: Tensor | None, scale: float, dropout: float
+) -> Result:
+    return attend_intervals(q, k, v, first, stop, None, None, None, seed, scale, dropout)
 
 
-def _backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Any, ...]:
-    *tensors, lse = ctx.saved_tensors
-    if d_out is None:
-        q, _, v = tensors[:3]
-        d_out = q.new_zeros(*q.shape[:-1], v.shape[-1])
-    gradients = torch.ops.polyhead.short_backward(d_out, d_lse, lse, *tensors, ctx.scale, ctx.dropout)
-    return (*gradients, None, None, None, None, None)
-
-
-def _no_second_derivatives(ctx: Any, *gradients: Any) -> Any:
-    raise RuntimeError(
-        "the kernel for few keys has first derivatives only; for second ones call attend(…, kernel='reference'), or torch.func"
-    )
-
-
-# without a rule of its own it would count as constant, and second derivatives as zero
-torch.library.register_autograd("polyhead::short_backward", _no_second_derivatives, lib=_library)
-torch.library.register_autograd("polyhead::short", _backward, setup_context=_save, lib=_library)
+define_attention(
+    "short",
+    "Tensor q, Tensor k, Tensor v, Tensor first, Tensor stop, Tensor? seed, float scale, float dropout",
+    learned=("q", "k", "v"),
+    forward=_short,
+    forward_fake=_short_fake,
+    backward=_short_backward,
+    backward_fake=_short_backward_fake,
+    definition=_definition,
+)

@@ -17,6 +17,8 @@ from torch import Tensor
 from polyhead.kernels.call import Call, Result, flat, intervals, rows
 from polyhead.kernels.dropout import keeps
 from polyhead.kernels.fused import comparable, even, flash, refuses, strided
+from polyhead.kernels.operators import define_attention
+from polyhead.kernels.reference import attend_intervals
 from polyhead.kernels.tiles import Tile, plan
 from polyhead.score import Dot
 
@@ -232,22 +234,6 @@ def _backward_flash(
     return dq[..., :dim], dk[..., :dim], dv[..., :dim]
 
 
-_INPUTS = (
-    "Tensor q, Tensor k, Tensor v, Tensor first, Tensor stop, Tensor? mask, Tensor? table, Tensor? bias, Tensor? seed, "
-    "float scale, float dropout, bool plain"
-)
-
-
-# torch.library.custom_op would import the whole compiler at the first call
-_library = torch.library.Library("polyhead", "FRAGMENT")
-_library.define(f"tiled({_INPUTS}) -> (Tensor, Tensor)")
-_library.define(
-    f"tiled_backward(Tensor d_out, Tensor? d_lse, Tensor out, Tensor lse, {_INPUTS}) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)"
-)
-
-
-@torch.library.impl("polyhead::tiled", ("cpu", "cuda", "mps", "xpu"), lib=_library)
 def _tiled(
     q: Tensor, k: Tensor, v: Tensor, first: Tensor, stop: Tensor, mask: Tensor | None, table: Tensor | None,
     bias: Tensor | None, seed: Tensor | None, scale: float, dropout: float, plain: bool,
@@ -279,16 +265,14 @@ def _outputs(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return out, q.new_empty(batch, heads, queries, dtype=torch.promote_types(q.dtype, torch.float32))
 
 
-@torch.library.register_fake("polyhead::tiled", lib=_library)
-def _(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+def _tiled_fake(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor]:
     return _outputs(q, v)
 
 
-@torch.library.impl("polyhead::tiled_backward", ("cpu", "cuda", "mps", "xpu"), lib=_library)
 def _tiled_backward(
     d_out: Tensor, d_lse: Tensor | None, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, first: Tensor,
     stop: Tensor, mask: Tensor | None, table: Tensor | None, bias: Tensor | None, seed: Tensor | None, scale: float,
-    dropout: float, plain: bool,
+    dropout: float, plain: bool, needed: list[bool],
 ) -> tuple[Tensor, ...]:  # fmt: skip
     work = _Work(q, first, stop, mask, table, bias, seed, scale, dropout, plain, k.shape[-2])
     wide = torch.promote_types(q.dtype, torch.float32)
@@ -324,33 +308,27 @@ def _gradients(
         yield q.new_empty(0) if given is None or not plain else given.new_empty(given.shape)
 
 
-@torch.library.register_fake("polyhead::tiled_backward", lib=_library)
-def _(
+def _tiled_backward_fake(
     d_out: Tensor, d_lse: Tensor | None, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any
 ) -> Any:
-    _, _, _, table, bias, _, _, _, plain = rest
+    _, _, _, table, bias, _, _, _, plain, _ = rest
     return tuple(_gradients(q, k, v, table, bias, None, plain))
 
 
-def _save(ctx: Any, inputs: tuple[object, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*inputs[:9], *output)
-    ctx.options = inputs[9:]
+def _definition(*inputs: Any) -> Result:
+    *rest, _ = inputs
+    return attend_intervals(*rest)
 
 
-def _backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-    *inputs, out, lse = ctx.saved_tensors
-    options = ctx.options
-    d_out = torch.zeros_like(out) if d_out is None else d_out
-    dq, dk, dv, d_table, d_bias = torch.ops.polyhead.tiled_backward(d_out, d_lse, out, lse, *inputs, *options)
-    table, bias = inputs[6], inputs[7]
-    none = (None,) * 3
-    return (
-        dq, dk, dv, *none,
-        d_table if table is not None and d_table.numel() else None,
-        d_bias if bias is not None and d_bias.numel() else None,
-        None, *none,
-    )  # fmt: skip
-
-
-torch.library.register_autograd("polyhead::tiled", _backward, setup_context=_save, lib=_library)
+define_attention(
+    "tiled",
+    "Tensor q, Tensor k, Tensor v, Tensor first, Tensor stop, Tensor? mask, Tensor? table, Tensor? bias, Tensor? seed, "
+    "float scale, float dropout, bool plain",
+    learned=("q", "k", "v", "table", "bias"),
+    forward=_tiled,
+    forward_fake=_tiled_fake,
+    backward=_tiled_backward,
+    backward_fake=_tiled_backward_fake,
+    definition=_definition,
+    devices=("cpu", "cuda", "mps", "xpu"),
+)

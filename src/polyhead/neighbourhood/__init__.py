@@ -28,6 +28,7 @@ __all__ = [
     "Mask",
     "Neighbourhood",
     "Offsets",
+    "Order",
     "Padding",
     "Rows",
     "Segments",

@@ -55,10 +55,7 @@ class Graph(Neighbourhood):
     @property
     def edge_index(self) -> Int[Tensor, "2 edges"]:
         """The edges in the order in which they were given."""
-        number = torch.arange(self.destinations, device=self.order.first.device)
-        destination = number.repeat_interleave(self.order.first.diff(), output_size=self.num_edges)
-        pairs = torch.stack((self.order.source.long(), destination))
-        return torch.empty_like(pairs).index_copy_(1, self.order.edge.long(), pairs)
+        return self.order.edge_index
 
     @property
     def duplicates(self) -> bool:

@@ -206,13 +206,17 @@ class Grid(_OnLattice):
         sides = (range(-n * step, n * step + 1, step) for n, step in zip(self.reach, self.dilation, strict=True))
         return torch.tensor(list(product(*sides)))
 
+    def window_index(self, device: torch.device) -> Int[Tensor, "queries window"]:
+        """The points in each query's window by their numbers, row by row; -1 beyond the border."""
+        at = self.grid._replace(prefix=0).queries(device)[:, None] + self.offsets().to(device)
+        inside = ((at >= 0) & (at < torch.tensor(self.sizes, device=device))).all(-1)
+        return numbers(at, self.sizes).masked_fill(~inside, -1)
+
     def pairs(self, device: torch.device) -> Int[Tensor, "2 pairs"]:
         """All that is allowed, as keys above queries."""
-        apart = self.offsets().to(device)
-        at = self.grid._replace(prefix=0).queries(device)[:, None] + apart
-        last = torch.tensor(self.sizes, device=device)
-        query, place = ((at >= 0) & (at < last)).all(-1).nonzero(as_tuple=True)
-        near = torch.stack((numbers(at[query, place], self.sizes), query)) + self.prefix
+        index = self.window_index(device)
+        query, place = (index >= 0).nonzero(as_tuple=True)
+        near = torch.stack((index[query, place], query)) + self.prefix
         if not self.prefix:
             return near
         token, item = (torch.arange(n, device=device) for n in (self.prefix, math.prod(self.sizes) + self.prefix))

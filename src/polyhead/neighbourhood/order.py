@@ -24,6 +24,14 @@ class Order(NamedTuple):
     out_place: Int[Tensor, " edges"]
     out_destination: Int[Tensor, " edges"]
 
+    @property
+    def edge_index(self) -> Int[Tensor, "2 edges"]:
+        """Sources above destinations, in the order in which the edges were given."""
+        number = torch.arange(len(self.first) - 1, device=self.first.device)
+        destination = number.repeat_interleave(self.first.diff(), output_size=len(self.source))
+        pairs = torch.stack((self.source.long(), destination))
+        return torch.empty_like(pairs).index_copy_(1, self.edge.long(), pairs)
+
 
 def order(edge_index: Integer[Tensor, "2 edges"], sources: int, destinations: int) -> Order:
     """Both orders. Edges of one node keep the order in which they were given.

@@ -103,7 +103,6 @@ class GATConv(_Additive):
     - Dropout draws other random numbers, and an edge that is given twice is dropped twice or not at all.
     - `edge_attr` without `edge_dim` and the reverse raise a `ValueError`, as do wrong shapes.
     - An explainer's mask follows its edges where every node has a self-loop already, and on bipartite graphs.
-    - Autograd gives first derivatives; take second ones with `torch.func`.
     - `torch.jit.script` and torch_sparse's `SparseTensor` are not supported.
     """
 
