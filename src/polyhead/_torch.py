@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import importlib
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx import Proxy
 from torch.utils import _pytree as pytree
 
 
@@ -29,15 +33,50 @@ def under_transform() -> bool:
     return torch._C._functorch.get_dynamic_layer_stack_depth() > 0 or torch.autograd.forward_ad._current_level >= 0
 
 
-def numbers_hidden() -> bool:
-    """Whether the numbers in a tensor cannot be looked at: checks of values have to be left out."""
-    return torch.compiler.is_compiling() or under_transform()
+def numbers_hidden(*tensors: Tensor) -> bool:
+    """Whether values cannot be read, so that checks of them are left out: torch traces or transforms, or a tensor has none."""
+    if torch.compiler.is_compiling() or under_transform():
+        return True
+    return any(x.is_meta or isinstance(x, FakeTensor) for x in tensors)
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
+    """A context in which autocast narrows nothing; the meta device knows none."""
+    return nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
 
 
 def watched() -> bool:
     """Whether a mode or a tracer sees torch's functions or operators go by: what is called past them, it would miss."""
     modes = torch._C._len_torch_function_stack() > 0 or torch._C._len_torch_dispatch_stack() > 0
     return modes or torch._C._is_tracing()
+
+
+def is_symbolic(x: object) -> bool:
+    """Whether this stands for a tensor under `torch.fx.symbolic_trace`."""
+    return isinstance(x, Proxy)
+
+
+def record_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """The call of a module under `torch.fx.symbolic_trace`, recorded as one node, as torch does with layers of its own."""
+    tracer: Any = next(x.tracer for x in (*args, *kwargs.values()) if is_symbolic(x))
+
+    def record(value: Any) -> Any:
+        if value is None or isinstance(value, (bool, Tensor, Proxy)):
+            return value
+        # an object such as a neighbourhood goes with the traced module, as a constant tensor does
+        name = tracer.get_fresh_qualname("_constant")
+        setattr(tracer.root, name, value)
+        return tracer.create_proxy("get_attr", name, (), {})
+
+    given = tuple(map(record, args)), {name: record(value) for name, value in kwargs.items()}
+    return tracer.create_proxy("call_module", tracer.path_of_module(module), *given)
+
+
+def refuse_scripting(module: nn.Module) -> nn.Module:
+    """What `torch.jit.script` asks of a layer before it compiles it: the layers choose their kernels in Python."""
+    raise TypeError(
+        f"torch.jit.script cannot compile {type(module).__name__}; use torch.export.export, torch.compile or torch.jit.trace"
+    )
 
 
 def whole(value: object) -> bool:

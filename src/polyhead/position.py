@@ -178,7 +178,7 @@ class Rotary(Position):
 
     def _along(self, x: Float[Tensor, "... items part"], at: Int[Tensor, " items"]) -> Float[Tensor, "... items part"]:
         """Features turned along one axis of a grid."""
-        if numbers_hidden():
+        if numbers_hidden(at):
             cos, sin = self._angles(at, x.shape[-1], x)
         else:
             # one row a point of the axis, of which there are far fewer than items

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
+from polyhead._torch import is_symbolic, record_call, refuse_scripting
 from polyhead.attend import prepare, run
 from polyhead.kernels.reference import weights
 from polyhead.neighbourhood import Causal, Dense, Mask, Neighbourhood, Padding, Window
@@ -30,7 +31,7 @@ class MultiheadAttention(nn.MultiheadAttention):
     - The returned weights are those before dropout, and dropout draws other random numbers.
     - Training, evaluation and `no_grad` compute the same: there is no second path. Nested tensors are refused.
     - A bool and a floating-point mask may be given together; wrong shapes raise a `ValueError` in every mode.
-    - Second derivatives are taken with `torch.func`: the fused kernels give autograd only the first, and raise for more.
+    - `torch.jit.script` refuses it in words; `torch.export`, `torch.compile` and `torch.jit.trace` take it.
 
     As in the original, `is_causal=True` needs an `attn_mask`, and where neither weights nor a `key_padding_mask` are in
     play it stands in for it: the mask's numbers are not read, query i attends to the keys 0 … i, appended ones last.
@@ -65,6 +66,10 @@ class MultiheadAttention(nn.MultiheadAttention):
             ValueError: where shapes do not fit, with the argument's name and the rule.
             RuntimeError: for `is_causal` without `attn_mask`, as the original.
         """
+        if is_symbolic(query):
+            return record_call(
+                self, query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
+            )
         self._check_inputs(query, key, value)
         batched = query.dim() == 3
         if not batched:
@@ -108,6 +113,8 @@ class MultiheadAttention(nn.MultiheadAttention):
         if self.add_zero_attn:
             k, v = F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1))
         return k, v
+
+    __prepare_scriptable__ = refuse_scripting
 
     def _check_inputs(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         axes, rows = ("batch, items", 0) if self.batch_first else ("items, batch", 1)

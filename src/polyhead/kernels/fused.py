@@ -32,7 +32,7 @@ class Fused:
 
     def refuses(self, call: Call) -> str | None:
         q, k, v, over, _, table, bias, sink, dropout, _ = call
-        if not over.full and not (type(over) is Causal and q.shape[-2] in (1, k.shape[-2])):
+        if not over.full and not (type(over) is Causal and q.shape[-2] in (k.shape[-2], 1)):
             # a compiler cannot trace the writing of shapes
             known = type(over).__name__ if torch.compiler.is_compiling() else repr(over)
             return f"it skips no blocks and takes no masks, and over is {known}"
@@ -51,7 +51,10 @@ class Fused:
     def __call__(self, call: Call) -> Result:
         assert isinstance(call.score, Dot)
         shape, width = call.q.shape, call.v.shape[-1]
-        causal = type(call.over) is Causal and shape[-2] > 1
+        causal = type(call.over) is Causal
+        # a single query sees all the keys; not `and`, which a tracer takes for a number
+        if shape[-2] != call.k.shape[-2]:
+            causal = False
         scale = call.score.factor(shape[-1])
         q, k, v = even(call.q, call.k, call.v)
         if len(shape) != 4:
@@ -108,13 +111,14 @@ def _wants_operator(call: Call) -> bool:
     """
     if call.sink is not None or torch.is_autocast_enabled("cpu"):
         return True
-    return call.q.shape[-2] >= LONG and not torch.compiler.is_compiling()
+    return not torch.compiler.is_compiling() and call.q.shape[-2] >= LONG
 
 
 def _narrow(call: Call) -> bool:
     """Whether the C++ kernel for few keys computes this sooner."""
     q, k, v = call.q, call.k, call.v
-    if native is None or not q.is_cpu or q.dtype != torch.float32:
+    # an exported program serves any length
+    if native is None or not q.is_cpu or q.dtype != torch.float32 or torch.compiler.is_exporting():
         return False
     few = max(q.shape[-1], v.shape[-1]) <= NARROW and k.shape[-2] <= min(FEW_KEYS, q.shape[-2])
     return few and q.shape[:-1].numel() * k.shape[-2] >= MANY

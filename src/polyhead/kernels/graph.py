@@ -13,7 +13,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from polyhead._torch import numbers_hidden
+from polyhead._torch import numbers_hidden, without_autocast
 from polyhead.kernels.call import Call, Result, to_heads
 from polyhead.kernels.dropout import keeps
 from polyhead.kernels.reference import through_sink
@@ -34,7 +34,7 @@ class Edges:
     def __call__(self, call: Call) -> Result:
         assert isinstance(call.over, Graph)
         source, destination = pairs = call.over.edge_index
-        with torch.autocast(call.q.device.type, enabled=False):
+        with without_autocast(call.q.device):
             p, lse = softmax(_scores(call, pairs), destination, call.sizes.queries)
             if call.dropout > 0:
                 p = p * kept(call, pairs) / (1 - call.dropout)
@@ -48,7 +48,7 @@ def weights(call: Call, heads: Int[Tensor, " some"] | None = None) -> Float[Tens
     graph = call.over
     assert isinstance(graph, Graph)
     pairs = graph.edge_index
-    with torch.autocast(call.q.device.type, enabled=False):
+    with without_autocast(call.q.device):
         s = _scores(call, pairs)
         s = s if heads is None else s.index_select(-2, heads)
         p, lse = softmax(s, pairs[1], call.sizes.queries)

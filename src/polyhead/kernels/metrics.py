@@ -14,7 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from polyhead._torch import numbers_hidden, under_transform
+from polyhead._torch import numbers_hidden, under_transform, without_autocast
 from polyhead.kernels.call import Call
 from polyhead.kernels.reference import scores, weights
 from polyhead.kernels.tiles import Bounds
@@ -115,7 +115,12 @@ def _spans(part: Part) -> Iterator[tuple[slice, tuple[int, int] | None]]:
 def _reach(part: Part) -> tuple[Bounds, Bounds] | None:
     """The interval of keys of each query that is looked at, over all rows of the batch; None where all are visited."""
     call = part.call
-    if type(call.over) is Dense or part.keys is not None or numbers_hidden() or 0 in part.shape:
+    if (
+        type(call.over) is Dense
+        or part.keys is not None
+        or numbers_hidden(call.q, *call.over.leaves())
+        or 0 in part.shape
+    ):
         return None
     _, _, queries, keys = call.sizes
     interval = call.over.interval(queries, keys, call.q.device)
@@ -336,7 +341,7 @@ def moved_by(
     v: Float[Tensor, "... value_heads keys dim"], join: Float[Tensor, "... heads out dim"] | None, heads: int
 ) -> Float[Tensor, "... heads keys"]:
     """The norm of what each head moves when it puts a weight of 1 on a key: |W_O v| (Kobayashi 2020)."""
-    with torch.autocast(v.device.type, enabled=False):
+    with without_autocast(v.device):
         v = v.to(torch.promote_types(v.dtype, torch.float32))
         group = heads // v.shape[-3]
         if join is None:

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from polyhead._torch import without_autocast
 from polyhead.kernels.call import Call, Result, to_heads
 from polyhead.kernels.dropout import keeps
 from polyhead.kernels.reference import softmax
@@ -27,7 +28,7 @@ class AtOffsets:
         assert isinstance(call.over, Offsets)
         index = call.over.index.to(call.q.device)
         if call.over.several > 1:
-            with torch.autocast(call.q.device.type, enabled=False):
+            with without_autocast(call.q.device):
                 return attend_gathered(call, index)
         # the softmax of one number is 1; what looks beyond the border finds a row of zeros
         last = call.k.shape[-2]
@@ -75,7 +76,7 @@ def _scores(call: Call, index: Int[Tensor, "heads queries several"]) -> Float[Te
     several = index.shape[-1]
     wide = torch.promote_types(call.q.dtype, torch.float32)
     at, head = index.clamp(min=0), torch.arange(heads, device=index.device)[:, None]
-    with torch.autocast(call.q.device.type, enabled=False):
+    with without_autocast(call.q.device):
         q = call.q.repeat_interleave(several, -2).to(wide)
         s = call.score.pairs(q, to_heads(call.k, heads)[..., head, at.flatten(1), :].to(wide))
     s = s.unflatten(-1, (queries, several))

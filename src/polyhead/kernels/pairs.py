@@ -25,7 +25,7 @@ class Pairs:
             return "there is no window: the pairs are all that there are"
         if call.bias is not None:
             return "it adds no bias"
-        if numbers_hidden() or watched():
+        if numbers_hidden(call.q) or watched():
             return "the pairs cannot be counted while torch compiles, transforms or watches the call"
         if type(call.score) is Dot and (not call.q.is_cpu or native is None or call.table is not None):
             return "dot products are quicker many at a time, where there is no C++ kernel for them"

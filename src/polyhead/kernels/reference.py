@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from polyhead._torch import without_autocast
 from polyhead.kernels.call import Call, Result, to_heads
 from polyhead.kernels.dropout import keeps
 from polyhead.neighbourhood import Graph, Mask
@@ -30,7 +31,7 @@ class Reference:
         p, lse = softmax(scores(call))
         if call.dropout > 0:
             p = p * kept(call) / (1 - call.dropout)
-        with torch.autocast(p.device.type, enabled=False):
+        with without_autocast(p.device):
             return (p @ to_heads(call.v, call.q.shape[-3]).to(p.dtype)).to(call.v.dtype), lse
 
 
@@ -73,7 +74,7 @@ def scores(
     k = call.k if span is None else call.k[..., begin:end, :]
     k = to_heads(k, number) if heads is None else k.index_select(-3, heads // (number // k.shape[-3]))
     wide = torch.promote_types(q.dtype, torch.float32)
-    with torch.autocast(device.type, enabled=False):
+    with without_autocast(device):
         s: Tensor = call.score(q.to(wide), k.to(wide))
     key, position = torch.arange(begin, end, device=device), row[:, None] + (keys - rows)
     if call.table is not None:

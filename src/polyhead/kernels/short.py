@@ -40,6 +40,8 @@ class Short:
             return "it adds no bias"
         if not call.over.exact:
             return f"it takes stretches of keys, and {type(call.over).__name__} is a mask"
+        if torch.compiler.is_exporting():
+            return "it is for few keys, and an exported program serves any number"
         if k.shape[-2] * max(k.shape[-1], v.shape[-1]) > FEW:
             return f"it is for few keys, at most {FEW} numbers a head"
         return refuses(call)

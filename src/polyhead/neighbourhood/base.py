@@ -163,7 +163,7 @@ class Mask(Neighbourhood):
                 "them as bias=...; for an additive mask, 0 where attention may go, pass keep = mask == 0"
             )
         if keep.dtype != torch.bool:
-            if not numbers_hidden() and not bool(((keep == 0) | (keep == 1)).all()):
+            if not numbers_hidden(keep) and not bool(((keep == 0) | (keep == 1)).all()):
                 raise ValueError(
                     f"Mask: keep is {keep.dtype} with values other than 0 and 1; 1 (True) = may attend. "
                     + ("Edges go to Graph(edge_index)" if keep.shape[0] == 2 else "Lengths go to Padding(lengths)")

@@ -188,7 +188,7 @@ class Graph(Neighbourhood):
         source, destination = self.edge_index
         like = self.weights if self.weights is not None else torch.ones(self.num_edges, device=source.device)
         degree = like.new_zeros(self.sources).index_add(0, destination, like)
-        if not numbers_hidden() and bool((degree < 0).any()):
+        if not numbers_hidden(degree) and bool((degree < 0).any()):
             raise ValueError("normalised: some nodes have a negative degree, of which there is no root")
         # a node of degree zero has no share in anything, and passes no gradient on
         none = degree == 0
@@ -242,8 +242,10 @@ def checked(edge_index: object) -> Integer[Tensor, "2 edges"]:
 
 def _sizes(num_nodes: object, edge_index: Tensor) -> tuple[int, int]:
     if num_nodes is None:
-        if numbers_hidden():
-            raise ValueError("num_nodes: inside torch.compile and torch.func it must be given")
+        if numbers_hidden(edge_index):
+            raise ValueError(
+                "num_nodes: inside torch.compile and torch.func, and for tensors without values, it must be given"
+            )
         nodes = int(edge_index.max()) + 1 if edge_index.numel() else 0
         return max(nodes, 0), max(nodes, 0)
     given = num_nodes if isinstance(num_nodes, (tuple, list)) else (num_nodes, num_nodes)
@@ -271,7 +273,7 @@ def _weights(weights: Tensor, edges: int) -> Float[Tensor, " edges"]:
             f"weights: {weights.dtype} of shape {tuple(weights.shape)}; they must be floating-point numbers (edges,), and "
             f"there are {edges} edges"
         )
-    if not numbers_hidden() and bool(weights.isnan().any()):
+    if not numbers_hidden(weights) and bool(weights.isnan().any()):
         raise ValueError(f"weights: {int(weights.isnan().sum())} of them are NaN; every edge needs a number")
     return weights
 

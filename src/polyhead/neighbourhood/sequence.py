@@ -78,10 +78,10 @@ class Padding(Neighbourhood):
         if given.dtype == torch.bool:
             self.keys = given.shape[-1]
             self.first, self.stop = hull(given)
-            if numbers_hidden() or not torch.equal(given.sum(-1), self.stop - self.first):
+            if numbers_hidden(given) or not torch.equal(given.sum(-1), self.stop - self.first):
                 self.keep = given
         else:
-            if not numbers_hidden() and bool((given < 0).any()):
+            if not numbers_hidden(given) and bool((given < 0).any()):
                 raise ValueError(f"Padding: a length is {int(given.min())}; lengths must be 0 or more")
             self.first, self.stop = torch.zeros_like(given, dtype=torch.long), given.long()
         self.exact = self.keep is None
@@ -95,7 +95,7 @@ class Padding(Neighbourhood):
         check_batch("Padding", tuple(self.stop.shape), sizes)
         if self.keys is not None and self.keys != sizes.keys:
             raise ValueError(f"Padding: keep covers {self.keys} keys, but there are {sizes.keys}")
-        if self.keys is None and not numbers_hidden() and self.stop.numel():
+        if self.keys is None and not numbers_hidden(self.stop) and self.stop.numel():
             longest = int(self.stop.max())
             if longest > sizes.keys:
                 raise ValueError(f"Padding: a length is {longest}, but there are only {sizes.keys} keys")
@@ -156,7 +156,7 @@ class Segments(Neighbourhood):
     ) -> None:
         self.ids = _ids("ids", ids)
         self.query_ids = None if query_ids is None else _ids("query_ids", query_ids)
-        self.exact = not numbers_hidden() and _contiguous(self.ids)
+        self.exact = not numbers_hidden(self.ids) and _contiguous(self.ids)
         self.along_keys = query_ids is None
 
     def check(self, sizes: Sizes) -> None:

@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from polyhead._torch import is_symbolic, record_call, refuse_scripting
 from polyhead.attend import Explanation, assemble, explained, points, run
 from polyhead.heads import Heads, Origin
 from polyhead.kernels.call import Call
@@ -178,6 +179,8 @@ class MultiHeadAttention(nn.Module):
         Raises:
             ValueError: where shapes do not fit, with the argument's name and the rule.
         """
+        if is_symbolic(query):
+            return record_call(self, query, key, value, over, bias=bias, cache=cache, **torch_words)
         if torch_words:
             raise untranslated(torch_words, CALL_WORDS)
         if cache is not None and not isinstance(cache, KeyValueCache):
@@ -209,6 +212,8 @@ class MultiHeadAttention(nn.Module):
         # a quantised map has no tensor of that name
         w_o = getattr(o_proj, "weight", None)
         return output, Heads(call, Origin(out, w_o if isinstance(w_o, Tensor) else None, gate, lse), cache)
+
+    __prepare_scriptable__ = refuse_scripting
 
     def explain(
         self,

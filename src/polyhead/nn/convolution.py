@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from polyhead._torch import numbers_hidden, watched
+from polyhead._torch import is_symbolic, numbers_hidden, record_call, refuse_scripting, watched
 from polyhead.attend import Explanation, attention_weights
 from polyhead.heads import Heads
 from polyhead.neighbourhood import Grid, Neighbourhood, Offsets
@@ -55,6 +55,8 @@ class ConvolutionalAttention(nn.Module):
         Raises:
             ValueError: where the image does not fit, with what it should be.
         """
+        if is_symbolic(image):
+            return record_call(self, image)
         x, sizes = self._items(image)
         outputs = self.geometry.outputs(sizes)
         query = _asking(x, self.geometry, sizes, outputs)
@@ -63,6 +65,8 @@ class ConvolutionalAttention(nn.Module):
         # as the convolution gives it: channels lie inside only where they came so
         y = y.contiguous() if image.is_contiguous() else y
         return y.unflatten(-1, outputs), heads
+
+    __prepare_scriptable__ = refuse_scripting
 
     def explain(self, image: Float[Tensor, "*batch channels *sizes"]) -> Explanation:
         """Which kernel a call with this image takes, and why the faster ones refuse. No attention is computed."""

@@ -11,7 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from polyhead._torch import numbers_hidden
+from polyhead._torch import numbers_hidden, without_autocast
 from polyhead.kernels.rows import Live
 from polyhead.kernels.thin import mapped
 from polyhead.neighbourhood import Dense, Neighbourhood, Sizes, neighbourhood
@@ -26,7 +26,7 @@ _SMALL = 1 << 17
 def live_rows(over: Neighbourhood | Tensor | None, x: Float[Tensor, "... items features"], heads: int) -> Live | None:
     """Which rows of a padded batch that attends to itself need be mapped at all; None for all."""
     over = neighbourhood(over)
-    if type(over) is Dense or numbers_hidden() or x.numel() < _SMALL:
+    if type(over) is Dense or numbers_hidden(x, *over.leaves()) or x.numel() < _SMALL:
         return None
     over = over.within(True)
     over.check(Sizes(tuple(x.shape[:-2]), heads, x.shape[-2], x.shape[-2]))
@@ -129,14 +129,14 @@ class _SparseProduct(torch.autograd.Function):
         ctx.pattern = pattern
         ctx.save_for_backward(values)
         # autocast's narrow numbers have no sparse product
-        with torch.autocast(weight.device.type, enabled=False):
+        with without_autocast(weight.device):
             return _rows(pattern.first, pattern.column, values, pattern.shape) @ weight.T.contiguous()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         pattern, (values,) = ctx.pattern, ctx.saved_tensors
         turned = _rows(pattern.turned_first, pattern.turned_column, values[pattern.place], pattern.shape[::-1])
-        with torch.autocast(grad.device.type, enabled=False):
+        with without_autocast(grad.device):
             return (turned @ grad.contiguous()).T, None, None
 
 

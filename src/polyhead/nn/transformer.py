@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from polyhead._torch import numbers_hidden
+from polyhead._torch import is_symbolic, numbers_hidden, record_call, refuse_scripting
 from polyhead.kernels.thin import linear, mapped
 from polyhead.neighbourhood import Causal, Neighbourhood, Padding
 from polyhead.nn.attention import MultiHeadAttention
@@ -131,6 +131,9 @@ class TransformerLayer(nn.Module):
             memory_over: which items may attend to what of the memory.
             cache: keys and values of earlier items, made by `layer.self.cache(batch, length)`.
         """
+        if is_symbolic(x):
+            recorded: Tensor = record_call(self, x, memory, over, memory_over=memory_over, cache=cache)
+            return recorded
         if isinstance(memory, Neighbourhood):
             raise ValueError(f"memory: it is {memory!r}; who may attend to whom goes to over=, or memory_over=")
         if (memory is None) != (self.cross is None):
@@ -150,6 +153,8 @@ class TransformerLayer(nn.Module):
         if live is None:
             return self._with(x, self.feedforward_norm, self.feedforward)
         return live.spread(self._with(live.gather(x), self.feedforward_norm, self.feedforward))
+
+    __prepare_scriptable__ = refuse_scripting
 
     def _with(self, x: Tensor, norm: nn.Module, part: Callable[[Tensor], Tensor]) -> Tensor:
         y = part(norm(x) if self.norm_first else x)
@@ -392,7 +397,7 @@ def check_ids(name: str, ids: Tensor, count: int, whose: str = "the vocabulary's
     """Raise where numbers are not rows of an embedding, such as ids of a vocabulary."""
     if ids.dtype not in (torch.int64, torch.int32):
         raise ValueError(f"{name}: they are {ids.dtype}; they must be torch.int64 or torch.int32")
-    if numbers_hidden() or ids.is_meta or not ids.numel():
+    if numbers_hidden(ids) or not ids.numel():
         return
     low, high = (int(bound) for bound in ids.aminmax())
     if low < 0 or high >= count:

@@ -1,0 +1,232 @@
+"""Layers under torch's tracers: export with a length that varies, tensors without values, symbolic traces, scripts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from polyhead import (
+    ALiBi,
+    Causal,
+    Graph,
+    Grid,
+    MultiHeadAttention,
+    Neighbourhood,
+    Offsets,
+    Padding,
+    RelativeBias,
+    Rotary,
+    Segments,
+    Window,
+    from_conv,
+)
+from polyhead.interop.torch import MultiheadAttention
+from polyhead.models import Bert, Gpt, Llama, bert, gpt, llama
+from polyhead.nn import FeedForward, Transformer, TransformerLayer
+
+HEADS, DIM, ITEMS = 4, 8, 20
+MODEL = HEADS * DIM
+
+
+class Over(nn.Module):
+    """A model that holds the layer, and says who may attend to whom."""
+
+    def __init__(self, layer: nn.Module, over: Neighbourhood | None = None) -> None:
+        super().__init__()
+        self.layer, self.over, self.out = layer, over, nn.Linear(MODEL, MODEL)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.layer(x, over=self.over)[0])
+
+
+class Padded(nn.Module):
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor, real: Tensor) -> Tensor:
+        return self.layer(x, over=Padding(real))[0]
+
+
+class DropIn(nn.Module):
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.layer, self.options = MultiheadAttention(MODEL, HEADS, batch_first=True), options
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x, x, x, **self.options)[0]
+
+
+# wide heads, narrow ones (which take another kernel by their length), and every way to say where keys stand
+EXPORTED: dict[str, Callable[[], nn.Module]] = {
+    "dense": lambda: Over(MultiHeadAttention(MODEL, HEADS)),
+    "wide": lambda: Over(MultiHeadAttention(MODEL, 1)),
+    "causal": lambda: Over(MultiHeadAttention(MODEL, HEADS), Causal()),
+    "window": lambda: Over(MultiHeadAttention(MODEL, HEADS), Window(3)),
+    "causal-window": lambda: Over(MultiHeadAttention(MODEL, HEADS), Causal() & Window(5)),
+    "rotary": lambda: Over(MultiHeadAttention(MODEL, HEADS, position=Rotary())),
+    "alibi": lambda: Over(MultiHeadAttention(MODEL, HEADS, position=ALiBi(HEADS))),
+    "relative": lambda: Over(MultiHeadAttention(MODEL, HEADS, position=RelativeBias(HEADS))),
+    "sink": lambda: Over(MultiHeadAttention(MODEL, HEADS, sink="learned"), Causal()),
+    "drop-in": lambda: DropIn(),
+    "drop-in-without-weights": lambda: DropIn(need_weights=False),
+}
+
+
+# Dynamo is slow: a few of them stand for all
+STRICT = ("dense", "causal", "window", "drop-in")
+
+
+@pytest.mark.parametrize(
+    ("name", "strict"), [*((name, False) for name in EXPORTED), *((name, True) for name in STRICT)]
+)
+def test_exports_with_a_length_that_varies(name: str, strict: bool):
+    torch.manual_seed(0)
+    model = EXPORTED[name]().eval()
+    length, rows = torch.export.Dim("length", min=2, max=512), torch.export.Dim("rows", min=2, max=64)
+    example = torch.randn(3, ITEMS, MODEL)
+    program = torch.export.export(model, (example,), dynamic_shapes=({0: rows, 1: length},), strict=strict).module()
+    for shape in ((2, 7), (5, 33), (3, 200)):
+        x = torch.randn(*shape, MODEL)
+        torch.testing.assert_close(program(x), model(x), atol=1e-5, rtol=1e-4)
+
+
+def test_exports_padding_of_a_length_that_varies():
+    torch.manual_seed(0)
+    model = Padded(MultiHeadAttention(MODEL, HEADS)).eval()
+    length = torch.export.Dim("length", min=2, max=512)
+    example = torch.randn(2, ITEMS, MODEL), torch.arange(ITEMS) < torch.tensor([[ITEMS], [5]])
+    program = torch.export.export(model, example, dynamic_shapes=({1: length}, {1: length})).module()
+    for n in (7, 150):
+        x, real = torch.randn(2, n, MODEL), torch.arange(n) < torch.tensor([[n], [3]])
+        torch.testing.assert_close(program(x, real), model(x, real), atol=1e-5, rtol=1e-4)
+
+
+def padded() -> Tensor:
+    return torch.zeros(2, ITEMS, dtype=torch.bool)
+
+
+def loops() -> Graph:
+    return Graph(torch.zeros(2, 30, dtype=torch.long), ITEMS)
+
+
+OVERS: dict[str, Callable[[], Neighbourhood | Tensor | None]] = {
+    "dense": lambda: None,
+    "causal": Causal,
+    "window": lambda: Window(3),
+    "lengths": lambda: Padding(torch.full((2,), 5)),
+    "padding": lambda: Padding(~padded()),
+    "padding-causal": lambda: Padding(~padded()) & Causal(),
+    "segments": lambda: Segments(torch.zeros(2, ITEMS, dtype=torch.long)),
+    "mask": lambda: torch.ones(ITEMS, ITEMS, dtype=torch.bool),
+    "grid": lambda: Grid(4, 5, window=3),
+    "offsets": lambda: Offsets(torch.zeros(HEADS, 2, dtype=torch.long), (4, 5)),
+    "graph": loops,
+}
+
+
+@pytest.fixture(params=["fake", "meta"])
+def without_values(request: pytest.FixtureRequest):
+    """A context in which no tensor has values."""
+    with FakeTensorMode() if request.param == "fake" else torch.device("meta"):
+        yield
+
+
+@pytest.mark.parametrize("name", OVERS)
+def test_the_layer_without_values(name: str, without_values: None):
+    for score in ("dot", "gatv2"):
+        layer = MultiHeadAttention(MODEL, HEADS, score=score, dropout=0.1)
+        x = torch.randn(2, ITEMS, MODEL).requires_grad_()
+        output, heads = layer(x, over=OVERS[name]())
+        assert output.shape == x.shape
+        keys = 30 if name == "graph" else ITEMS
+        assert heads.weights.shape == (2, HEADS, *(() if name == "graph" else (ITEMS,)), keys)
+        assert heads.entropy().shape == (2, HEADS, ITEMS)
+        output.sum().backward()
+        assert x.grad is not None and x.grad.shape == x.shape
+
+
+@pytest.mark.parametrize("position", [Rotary, lambda: ALiBi(HEADS), lambda: RelativeBias(HEADS)])
+def test_positions_without_values(position: Callable[[], Any], without_values: None):
+    layer = MultiHeadAttention(MODEL, HEADS, position=position(), sink="learned", qk_norm=True, residual=True)
+    output, heads = layer(torch.randn(2, ITEMS, MODEL), over=Causal())
+    assert output.shape == (2, ITEMS, MODEL) and heads.received().shape == (2, HEADS, ITEMS)
+
+
+@pytest.mark.parametrize("need_weights", [True, False])
+@pytest.mark.parametrize("mask", ["none", "padding", "pairs", "both"])
+def test_the_drop_in_without_values(mask: str, need_weights: bool, without_values: None):
+    layer = MultiheadAttention(MODEL, HEADS, batch_first=True)
+    x = torch.randn(2, ITEMS, MODEL)
+    options: dict[str, Any] = {}
+    if mask in ("padding", "both"):
+        options["key_padding_mask"] = padded()
+    if mask in ("pairs", "both"):
+        options["attn_mask"] = torch.ones(ITEMS, ITEMS, dtype=torch.bool).triu(1)
+    output, weights = layer(x, x, x, need_weights=need_weights, **options)
+    assert output.shape == x.shape and (weights is None) == (not need_weights)
+
+
+def test_blocks_and_models_without_values(without_values: None):
+    x, ids = torch.randn(2, ITEMS, MODEL), torch.zeros(2, ITEMS, dtype=torch.long)
+    block = TransformerLayer(
+        MultiHeadAttention(MODEL, HEADS), FeedForward(MODEL, 64), cross=MultiHeadAttention(MODEL, HEADS)
+    )
+    assert block(x, x, Padding(~padded()), memory_over=Padding(~padded())).shape == x.shape
+    whole = Transformer(50, d_model=MODEL, num_heads=HEADS, layers=1, d_feedforward=64)
+    assert whole(ids, ids, source_over=Padding(~padded())).shape[:2] == ids.shape
+
+
+def test_convolutions_and_models_on_the_meta_device():
+    small = {"d_model": MODEL, "heads": HEADS, "layers": 2, "d_feedforward": 64, "vocab": 50}
+    with torch.device("meta"):
+        assert from_conv(nn.Conv2d(3, 5, 3, padding=1))(torch.randn(2, 3, 6, 7))[0].shape == (2, 5, 6, 7)
+        ids = torch.zeros(2, ITEMS, dtype=torch.long)
+        for model in (
+            Bert(bert.SIZES["base"]._replace(**small)),
+            Gpt(gpt.SIZES["small"]._replace(**small, start=None, stop=())),
+            Llama(llama.SIZES["llama2-7b"]._replace(**small, kv_heads=2, start=None, stop=())),
+        ):
+            assert model(ids, over=Padding(~padded())).shape[:2] == ids.shape
+
+
+def test_symbolic_traces_hold_the_layer_as_one_node():
+    torch.manual_seed(0)
+    x = torch.randn(2, ITEMS, MODEL)
+    block = TransformerLayer(MultiHeadAttention(MODEL, HEADS), FeedForward(MODEL, 64))
+    models = (
+        Over(MultiHeadAttention(MODEL, HEADS)),
+        Over(MultiHeadAttention(MODEL, HEADS), Causal() & Window(2)),
+        DropIn(),
+        nn.Sequential(block, nn.Linear(MODEL, 5)),
+    )
+    for model in models:
+        model.eval()
+        traced = torch.fx.symbolic_trace(model)
+        torch.testing.assert_close(traced(x), model(x))
+        called = [node.target for node in traced.graph.nodes if node.op == "call_module"]
+        assert called[0] in ("layer", "0")
+    image = torch.randn(2, 3, 6, 6)
+    conv = nn.Sequential(from_conv(nn.Conv2d(3, 4, 3)))
+    torch.testing.assert_close(torch.fx.symbolic_trace(conv)(image)[0], conv(image)[0])
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize(
+    "model",
+    [
+        MultiHeadAttention(MODEL, HEADS),
+        DropIn(),
+        nn.Sequential(TransformerLayer(MultiHeadAttention(MODEL, HEADS), FeedForward(MODEL, 64))),
+        from_conv(nn.Conv2d(3, 4, 3)),
+    ],
+    ids=lambda model: type(model).__name__,
+)
+def test_scripts_are_refused_in_one_sentence(model: nn.Module):
+    with pytest.raises(TypeError, match=r"^torch\.jit\.script cannot compile \w+; use torch\.export\.export, [^\n]*$"):
+        torch.jit.script(model)
