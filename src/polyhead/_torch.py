@@ -79,6 +79,11 @@ def refuse_scripting(module: nn.Module) -> nn.Module:
     )
 
 
+def widened(x: torch.Tensor) -> torch.Tensor:
+    """`x` in at least fp32: what is taken from it many times has a gradient that is a sum, which halves cannot hold."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
 def whole(value: object) -> bool:
     """Whether this is a whole number: Python's, NumPy's, or one that torch traces as it compiles."""
     if isinstance(value, (bool, torch.Tensor)):

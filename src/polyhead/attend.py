@@ -228,7 +228,7 @@ def run(call: Call, kernel: str | None = None) -> Result:
             if call.sink is None:
                 return out, lse
             assert lse is not None
-            return out * through_sink(lse, call.sink).to(out.dtype), lse
+            return (out * through_sink(lse, call.sink)).to(out.dtype), lse
         if kernel is not None:
             raise ValueError(f"kernel: {kernel!r} refuses this call: {reason}")
     raise ValueError(f"kernel: {kernel!r} is none of {[known.name for known in candidates]}")

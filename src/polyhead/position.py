@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from polyhead._torch import numbers_hidden, whole
+from polyhead._torch import numbers_hidden, whole, widened
 
 
 class Points(Protocol):
@@ -209,7 +209,8 @@ class ALiBi(Position):
         self.register_buffer("slopes", torch.tensor(_slopes(num_heads)))
 
     def by_distance(self, distance: Tensor) -> Tensor:
-        return -self.slopes[:, None] * distance.abs().to(self.slopes.dtype)
+        slopes = widened(self.slopes)
+        return -slopes[:, None] * distance.abs().to(slopes.dtype)
 
     def check(self, heads: int, dim: int) -> None:
         _check_heads("ALiBi", self.slopes.shape[0], heads)
@@ -282,14 +283,14 @@ class RelativeBias(Position):
         return ahead + torch.where(distance < near, distance, far)
 
     def by_distance(self, distance: Tensor) -> Tensor:
-        return self.weight[self.bucket(distance)].T
+        return widened(self.weight)[self.bucket(distance)].T
 
     def by_offset(self, offset: Tensor) -> Tensor:
         assert self.window is not None
         place = torch.zeros_like(offset[..., 0])
         for axis, n in enumerate(self.window):
             place = place * n + offset[..., axis].clamp(-(n // 2), n // 2) + n // 2
-        return self.weight[place].movedim(-1, 0)
+        return widened(self.weight)[place].movedim(-1, 0)
 
     def check(self, heads: int, dim: int) -> None:
         _check_heads("RelativeBias", self.weight.shape[1], heads)
@@ -344,15 +345,15 @@ class QuadraticOffset(Position):
     def by_offset(self, offset: Tensor) -> Tensor | None:
         if self.padding not in ("replicate", "zeros"):
             return None
-        across = (1,) * (offset.dim() - 1)
-        apart = offset.to(self.centres.dtype) - self.centres.reshape(-1, *across, offset.shape[-1])
+        across, centres = (1,) * (offset.dim() - 1), widened(self.centres)
+        apart = offset.to(centres.dtype) - centres.reshape(-1, *across, offset.shape[-1])
         return self._score(apart.square().sum(-1))
 
     def on_grid(self, grid: Points, device: torch.device) -> Tensor:
-        axes = len(grid.sizes)
-        total = torch.zeros((), dtype=self.centres.dtype, device=device)
+        axes, centres = len(grid.sizes), widened(self.centres)
+        total = torch.zeros((), dtype=centres.dtype, device=device)
         for axis, (keys, queries, step) in enumerate(zip(grid.sizes, grid.outputs, grid.stride, strict=True)):
-            at = torch.arange(queries, device=device) * step + self.centres[:, axis, None]
+            at = torch.arange(queries, device=device) * step + centres[:, axis, None]
             # (heads, queries along this axis, keys along it): far fewer than pairs
             square = self._apart(torch.arange(keys, device=device) - self._folded(at, keys)[..., None], keys).square()
             shape = [1] * (2 * axes)
@@ -369,7 +370,7 @@ class QuadraticOffset(Position):
         return apart if self.padding != "circular" else (apart + size / 2).remainder(size) - size / 2
 
     def _score(self, square: Float[Tensor, "heads *any"]) -> Float[Tensor, "heads *any"]:
-        alpha = self.alpha.reshape(-1, *(1,) * (square.dim() - 1))
+        alpha = widened(self.alpha).reshape(-1, *(1,) * (square.dim() - 1))
         return alpha * ((0.5 if self.padding == "zeros" else 0.0) - square)
 
     def check(self, heads: int, dim: int) -> None:

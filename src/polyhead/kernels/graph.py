@@ -63,11 +63,11 @@ def _scores(call: Call, pairs: Int[Tensor, "2 edges"]) -> Float[Tensor, "... hea
     graph, heads = call.over, call.sizes.heads
     assert isinstance(graph, Graph)
     wide = torch.promote_types(call.q.dtype, torch.float32)
-    q, k = call.q, to_heads(call.k, heads)
+    # widened before rows are taken: the gradient of a row is a sum over its edges
+    q, k = call.q.to(wide), to_heads(call.k.to(wide), heads)
 
     def block(source: Tensor, destination: Tensor, features: Tensor | None) -> Tensor:
-        rows = q.index_select(-2, destination).to(wide), k.index_select(-2, source).to(wide)
-        return call.score.pairs(*rows, features)
+        return call.score.pairs(q.index_select(-2, destination), k.index_select(-2, source), features)
 
     parts = []
     for cut, compute in _blocks(call, block):
@@ -89,11 +89,12 @@ def summed(
     destinations: int,
 ) -> Float[Tensor, "... heads destinations dim"]:
     """Σ p v over the in-edges of every destination."""
-    v = to_heads(v, p.shape[-2])
+    # widened before rows are taken: the gradient of a row is a sum over its edges
+    v = to_heads(v.to(p.dtype), p.shape[-2])
     out = p.new_zeros(*p.shape[:-1], destinations, v.shape[-1])
 
     def block(part: Tensor, at: Tensor) -> Tensor:
-        return part[..., None] * v.index_select(-2, at).to(part.dtype)
+        return part[..., None] * v.index_select(-2, at)
 
     size = p.shape[:-1].numel() * v.shape[-1]
     for cut, compute in _cuts(len(source), size, p.requires_grad or v.requires_grad, block):

@@ -57,7 +57,8 @@ class OnGrid:
         # halves are computed in fp32
         dtype = torch.promote_types(call.q.dtype, torch.float32)
         heads = math.lcm(call.k.shape[-3], call.v.shape[-3])
-        q, k, v = (flat(x).to(dtype) for x in (call.q, to_heads(call.k, heads), to_heads(call.v, heads)))
+        q, k, v = (x.to(dtype) for x in (call.q, call.k, call.v))
+        q, k, v = flat(q), flat(to_heads(k, heads)), flat(to_heads(v, heads))
         sizes, reach, steps = _window(over)
         table = None if call.table is None else call.table.to(dtype)[:, _distances(sizes, reach, steps)]
         out, lse = torch.ops.polyhead.grid(

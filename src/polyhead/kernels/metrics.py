@@ -14,7 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from polyhead._torch import numbers_hidden, under_transform, without_autocast
+from polyhead._torch import numbers_hidden, under_transform, widened, without_autocast
 from polyhead.kernels.call import Call
 from polyhead.kernels.reference import scores, weights
 from polyhead.kernels.tiles import Bounds
@@ -83,6 +83,9 @@ class _Place(NamedTuple):
 def _blocks(part: Part, measure: Block[Answer]) -> Iterator[tuple[_Place, Answer]]:
     queries, keys = part.numbers("queries"), part.shape[-1]
     learns = torch.is_grad_enabled() and not under_transform() and learned(part)
+    if learns:
+        # widened once: the gradients of blocks are added up
+        part = part._replace(call=_widened(part.call))
     for rows, span in _spans(part):
         columns = slice(0, keys) if span is None else slice(*span)
         block = partial(_block, part, measure, span, columns)
@@ -147,6 +150,11 @@ def learned(part: Part) -> bool:
     call = part.call
     sources = (call.q, call.k, call.table, call.bias, call.sink, part.moved, *call.score.learned())
     return any(x is not None and x.requires_grad for x in sources)
+
+
+def _widened(call: Call) -> Call:
+    table, bias, sink = (None if x is None else widened(x) for x in (call.table, call.bias, call.sink))
+    return call._replace(q=widened(call.q), k=widened(call.k), table=table, bias=bias, sink=sink)
 
 
 def _each_query(part: Part, measure: Block[Tensor]) -> Tensor:

@@ -80,7 +80,7 @@ class Native:
 
 def _by_node(x: Tensor, heads: int, dtype: torch.dtype) -> Tensor:
     """(..., own heads, items, dim) -> (batch, items, heads, dim)."""
-    return flat(to_heads(x, heads)).transpose(1, 2).to(dtype)
+    return flat(to_heads(x.to(dtype), heads)).transpose(1, 2)
 
 
 def _terms(score: GAT, q: Tensor, k: Tensor, one: bool) -> tuple[Tensor, Tensor]:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from polyhead._torch import without_autocast
+from polyhead._torch import widened, without_autocast
 from polyhead.kernels.call import Call, Result, to_heads
 from polyhead.kernels.dropout import keeps
 from polyhead.kernels.reference import softmax
@@ -30,12 +30,18 @@ class AtOffsets:
         if call.over.several > 1:
             with without_autocast(call.q.device):
                 return attend_gathered(call, index)
-        # the softmax of one number is 1; what looks beyond the border finds a row of zeros
-        last = call.k.shape[-2]
-        out = _fetched(F.pad(call.v, (0, 0, 0, 1)), index.masked_fill(index < 0, last)[..., 0])
+        # the softmax of one number is 1
+        out = _fetched(*_bordered(call.v, index[..., 0]))
         if call.dropout > 0:
-            out = out * _kept(call, index).to(out.dtype)
-        return out, None if call.sink is None else _scores(call, index)[..., 0]
+            out = out * _kept(call, index)
+        return out.to(call.v.dtype), None if call.sink is None else _scores(call, index)[..., 0]
+
+
+def _bordered(
+    x: Float[Tensor, "... own keys dim"], index: Int[Tensor, "*any"]
+) -> tuple[Float[Tensor, "... own keys+1 dim"], Int[Tensor, "*any"]]:
+    """Keys or values in at least fp32 with a row of zeros behind them, which whoever looks beyond the border finds."""
+    return F.pad(widened(x), (0, 0, 0, 1)), index.masked_fill(index < 0, x.shape[-2])
 
 
 def _fetched(
@@ -56,7 +62,8 @@ def attend_gathered(call: Call, index: Int[Tensor, "heads queries several"]) -> 
     if call.dropout > 0:
         p = p * _kept(call, index)
     head = torch.arange(call.sizes.heads, device=index.device)[:, None, None]
-    v = to_heads(call.v, call.sizes.heads)[..., head, index.clamp(min=0), :].to(p.dtype)
+    v, at = _bordered(call.v, index)
+    v = to_heads(v, call.sizes.heads)[..., head, at, :]
     return (p[..., None] * v).sum(-2).to(call.v.dtype), lse
 
 
@@ -74,13 +81,13 @@ def _scores(call: Call, index: Int[Tensor, "heads queries several"]) -> Float[Te
     """The score of each pair; -inf where there is no key."""
     _, heads, queries, keys = call.sizes
     several = index.shape[-1]
-    wide = torch.promote_types(call.q.dtype, torch.float32)
-    at, head = index.clamp(min=0), torch.arange(heads, device=index.device)[:, None]
+    head = torch.arange(heads, device=index.device)[:, None]
+    k, at = _bordered(call.k, index)
     with without_autocast(call.q.device):
-        q = call.q.repeat_interleave(several, -2).to(wide)
-        s = call.score.pairs(q, to_heads(call.k, heads)[..., head, at.flatten(1), :].to(wide))
+        q = widened(call.q).repeat_interleave(several, -2)
+        s = call.score.pairs(q, to_heads(k, heads)[..., head, at.flatten(1), :])
     s = s.unflatten(-1, (queries, several))
     if call.table is not None:
         position = torch.arange(keys - queries, keys, device=index.device)[:, None]
-        s = s + call.table.to(wide)[head[..., None], at - position + (keys - 1)]
+        s = s + call.table.to(s.dtype)[head[..., None], index.clamp(min=0) - position + (keys - 1)]
     return s.masked_fill(index < 0, -torch.inf)

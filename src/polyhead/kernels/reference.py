@@ -32,7 +32,7 @@ class Reference:
         if call.dropout > 0:
             p = p * kept(call) / (1 - call.dropout)
         with without_autocast(p.device):
-            return (p @ to_heads(call.v, call.q.shape[-3]).to(p.dtype)).to(call.v.dtype), lse
+            return (p @ to_heads(call.v.to(p.dtype), call.q.shape[-3])).to(call.v.dtype), lse
 
 
 def attend_intervals(
@@ -71,11 +71,11 @@ def scores(
     row = torch.arange(rows, device=device) if queries is None else queries
     begin, end = (0, keys) if span is None else span
     q = chosen(chosen(call.q, -3, heads), -2, queries)
-    k = call.k if span is None else call.k[..., begin:end, :]
-    k = to_heads(k, number) if heads is None else k.index_select(-3, heads // (number // k.shape[-3]))
     wide = torch.promote_types(q.dtype, torch.float32)
+    k = (call.k if span is None else call.k[..., begin:end, :]).to(wide)
+    k = to_heads(k, number) if heads is None else k.index_select(-3, heads // (number // k.shape[-3]))
     with without_autocast(device):
-        s: Tensor = call.score(q.to(wide), k.to(wide))
+        s: Tensor = call.score(q.to(wide), k)
     key, position = torch.arange(begin, end, device=device), row[:, None] + (keys - rows)
     if call.table is not None:
         s = s + chosen(call.table, -2, heads).to(wide)[..., key - position + (keys - 1)]

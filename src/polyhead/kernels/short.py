@@ -51,7 +51,8 @@ class Short:
         # halves are computed in fp32
         dtype = torch.promote_types(call.q.dtype, torch.float32)
         heads = math.lcm(call.k.shape[-3], call.v.shape[-3])
-        q, k, v = (flat(x).to(dtype) for x in (call.q, to_heads(call.k, heads), to_heads(call.v, heads)))
+        q, k, v = (x.to(dtype) for x in (call.q, call.k, call.v))
+        q, k, v = flat(q), flat(to_heads(k, heads)), flat(to_heads(v, heads))
         first, stop = (end.int() for end in intervals(call))
         out, lse = torch.ops.polyhead.short(
             q, k, v, first, stop, call.seed, call.score.factor(q.shape[-1]), call.dropout

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from polyhead._torch import widened
 from polyhead.kernels.call import Call, Result, flat, intervals, rows
 from polyhead.kernels.dropout import keeps
 from polyhead.kernels.fused import comparable, even, flash, refuses, strided
@@ -43,8 +44,12 @@ class Tiled:
         assert isinstance(call.score, Dot)
         first, stop = intervals(call)
         mask = None if call.over.exact else rows(call.over.mask(sizes, device), batch, 3)
-        bias = None if call.bias is None else rows(call.bias, batch, 3)
-        learned = any(x is not None and x.requires_grad for x in (call.table, call.bias)) and torch.is_grad_enabled()
+        table, bias = call.table, call.bias
+        learned = any(x is not None and x.requires_grad for x in (table, bias)) and torch.is_grad_enabled()
+        if learned:
+            # their gradients are sums over queries, rows and tiles
+            table, bias = (None if x is None else widened(x) for x in (table, bias))
+        bias = None if bias is None else rows(bias, batch, 3)
         plain = learned or call.dropout > 0 or device.type != "cpu" or not comparable(dim, width)
         q, k, v = (call.q, call.k, call.v) if plain else even(call.q, call.k, call.v)
         out, lse = torch.ops.polyhead.tiled(
@@ -54,7 +59,7 @@ class Tiled:
             first,
             stop,
             mask,
-            call.table,
+            table,
             bias,
             call.seed,
             call.score.factor(dim),

@@ -9,7 +9,7 @@ from jaxtyping import Bool, Float, Int, Integer
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from polyhead._torch import numbers_hidden
+from polyhead._torch import numbers_hidden, widened
 from polyhead.neighbourhood.base import Neighbourhood, Sizes, neighbourhood, parts
 from polyhead.neighbourhood.order import order
 
@@ -159,9 +159,9 @@ class Graph(Neighbourhood):
         if isinstance(fill, str):
             if fill != "mean":
                 raise ValueError(f"fill: it is {fill!r}; it must be a number, a tensor or 'mean'")
-            total = features.new_zeros(self.destinations, features.shape[1])
-            total = total.index_add(0, self.edge_index[1], features)
-            return total / self.order.first.diff().clamp(min=1)[:, None]
+            wide = widened(features)
+            total = wide.new_zeros(self.destinations, wide.shape[1]).index_add(0, self.edge_index[1], wide)
+            return (total / self.order.first.diff().clamp(min=1)[:, None]).to(features.dtype)
         filled = torch.as_tensor(fill, dtype=features.dtype, device=features.device)
         if filled.dim() and filled.shape[-1] not in (1, features.shape[1]):
             raise ValueError(f"fill: its shape is {tuple(filled.shape)}, but an edge has {features.shape[1]} features")
@@ -187,13 +187,15 @@ class Graph(Neighbourhood):
             raise ValueError(f"normalised: {self.sources} sources are not the {self.destinations} destinations")
         source, destination = self.edge_index
         like = self.weights if self.weights is not None else torch.ones(self.num_edges, device=source.device)
-        degree = like.new_zeros(self.sources).index_add(0, destination, like)
+        wide = widened(like)
+        degree = wide.new_zeros(self.sources).index_add(0, destination, wide)
         if not numbers_hidden(degree) and bool((degree < 0).any()):
             raise ValueError("normalised: some nodes have a negative degree, of which there is no root")
         # a node of degree zero has no share in anything, and passes no gradient on
         none = degree == 0
         root = degree.masked_fill(none, 1.0).pow(-0.5).masked_fill(none, 0.0)
-        scaled = Graph(self.edge_index, self.sources, self.features, like * root[source] * root[destination])
+        weights = (wide * root[source] * root[destination]).to(like.dtype)
+        scaled = Graph(self.edge_index, self.sources, self.features, weights)
         scaled.edge_ids = self.edge_ids
         return scaled
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from polyhead._torch import is_symbolic, numbers_hidden, record_call, refuse_scripting, watched
+from polyhead._torch import is_symbolic, numbers_hidden, record_call, refuse_scripting, watched, widened
 from polyhead.attend import Explanation, attention_weights
 from polyhead.heads import Heads
 from polyhead.neighbourhood import Grid, Neighbourhood, Offsets
@@ -301,7 +301,7 @@ def _asking(
         return x
     middle = torch.tensor([where.middle], device=x.device)
     under = Offsets(middle, sizes, stride=where.stride, outputs=outputs, padding="replicate").index
-    return x.index_select(-2, under.flatten())
+    return widened(x).index_select(-2, under.flatten()).to(x.dtype)
 
 
 def to_conv(layer: ConvolutionalAttention | MultiHeadAttention, *, leak: float = 1e-6) -> nn.Module:

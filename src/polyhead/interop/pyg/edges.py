@@ -13,6 +13,7 @@ from jaxtyping import Float, Int, Integer
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from polyhead._torch import widened
 from polyhead.neighbourhood import Graph
 from polyhead.neighbourhood.graph import checked
 from polyhead.neighbourhood.order import starts
@@ -171,8 +172,9 @@ def of_loops(
     # existing self-loops go to one node too many
     at = torch.where(source == destination, nodes, destination)
     at = at.reshape(-1, *(1,) * (features.dim() - 1)).expand_as(features)
-    room = features.new_full((nodes + 1, *features.shape[1:]), 1.0 if fill == "mul" else 0.0)
-    return room.scatter_reduce(0, at, features, REDUCTIONS[fill], include_self=False)[:loops]
+    wide = widened(features)
+    room = wide.new_full((nodes + 1, *wide.shape[1:]), 1.0 if fill == "mul" else 0.0)
+    return room.scatter_reduce(0, at, wide, REDUCTIONS[fill], include_self=False)[:loops].to(features.dtype)
 
 
 # What was sorted, for all layers: the storages that an edge_index lives in, by weak references, say whether it is the
