@@ -63,15 +63,21 @@ def call(over, batch=3, heads=4, queries=5, keys=7):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Window(-1), r"Window: left is -1; it must be a whole number of keys, 0 or more"),
-        (lambda: Window(2, -3), r"Window: right is -3"),
-        (lambda: Window(1.5), r"Window: left is 1.5"),
-        (lambda: Padding(torch.tensor([1.0])), r"Padding: got torch.float32; pass integer lengths, or a bool tensor"),
+        (lambda: Window(-1), r"Window: left must be an integer in \[0, 9223372036854775807\], got -1"),
+        (lambda: Window(2, -3), r"Window: right must be an integer in \[0, 9223372036854775807\], got -3"),
+        (lambda: Window(1.5), r"Window: left must be an integer in \[0, 9223372036854775807\], got 1\.5"),
+        (
+            lambda: Padding(torch.tensor([1.0])),
+            r"Padding: lengths_or_keep must be a tensor of integer lengths, or of bool \(\.\.\., keys\) that is True where a key is real, got Tensor of torch\.float32 and shape \(1,\)",
+        ),
         (lambda: Padding([-1]), r"Padding: a length is -1; lengths must be 0 or more"),
         (lambda: call(Padding([1, 8, 2])), r"Padding: a length is 8, but there are only 7 keys"),
         (lambda: call(Padding([1, 2])), r"Padding: its rows have shape \(2,\), but the batch has \(3,\)"),
         (lambda: call(Padding(torch.ones(3, 6).bool())), r"Padding: keep covers 6 keys, but there are 7"),
-        (lambda: Segments(torch.rand(3)), r"Segments: ids is torch.float32 of shape \(3,\); it must hold integers"),
+        (
+            lambda: Segments(torch.rand(3)),
+            r"Segments: ids must be a tensor of integers \(\.\.\., items\), got Tensor of torch\.float32 and shape \(3,\)",
+        ),
         (lambda: call(Segments(torch.zeros(6).long())), r"Segments: ids covers 6 keys, but there are 7"),
         (
             lambda: call(Segments(torch.zeros(7).long(), torch.zeros(4).long())),

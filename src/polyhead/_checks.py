@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import numbers
 import operator
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -12,8 +13,14 @@ from torch import Tensor
 
 # Sizes, counts and distances: what 32 bits hold, so that sums and products of two of them fit in 64.
 LARGEST = 2**31 - 1
+# Heads of an attention: a convolution has one per tap.
+HEADS = 2**20
+# Layers of a model.
+LAYERS = 2**16
 # What a tensor of integers holds.
 LARGEST_INT64 = 2**63 - 1
+# Numbers in one tensor: as many bytes can still be counted.
+_NUMEL = 2**56
 # Characters of a value that an error shows.
 _SHOWN = 60
 
@@ -43,6 +50,15 @@ def check_integer(name: str, value: Any, minimum: int = 1, maximum: int = LARGES
     return number
 
 
+def check_integers(name: str, values: Any, minimum: int = 1, maximum: int = LARGEST, *, hint: str = "") -> list[int]:
+    """A list of such integers, from whatever can be walked through: a list, a range, a tensor of one axis."""
+    if isinstance(values, (str, bytes)) or not isinstance(values, Iterable) or getattr(values, "shape", (0,)) == ():
+        raise WrongType(
+            f"{name} must be a list of integers in [{minimum}, {maximum}], got {shown(values)}{_also(hint)}"
+        )
+    return [check_integer(f"{name}[{place}]", n, minimum, maximum, hint=hint) for place, n in enumerate(values)]
+
+
 def is_integer(value: object) -> bool:
     """Whether `check_integer` takes this for an integer."""
     return isinstance(value, torch.SymInt) or type(value) is int or _index(value) is not None
@@ -66,15 +82,28 @@ def check_number(
 
     NaN is in no interval, and infinity only in one that is closed there.
     """
-    real = isinstance(value, (int, float, numbers.Real)) and not isinstance(value, bool)
-    number: float = value if isinstance(value, (int, float)) or not real else float(value)
-    above = real and (number > minimum or (ends[0] == "[" and number == minimum))
-    below = real and (number < maximum or (ends[1] == "]" and number == maximum))
-    if not (above and below):
-        kind = ValueError if real else WrongType
+    if isinstance(value, (torch.SymFloat, torch.SymInt)):
+        return value  # type: ignore[return-value]
+    number = value if isinstance(value, float) else _real(value)
+    at_end = (number == minimum and ends[0] == "[") or (number == maximum and ends[1] == "]")
+    if number is None or not (minimum < number < maximum or at_end):
+        kind = WrongType if number is None else ValueError
         rule = f"a number in {ends[0]}{minimum:g}, {maximum:g}{ends[1]}"
         raise kind(f"{name} must be {rule}, got {shown(value)}{_also(hint)}")
     return number
+
+
+def _real(value: Any) -> float | None:
+    if isinstance(value, bool):
+        return None
+    if isinstance(value, int):
+        # no float is larger than this
+        return value if abs(value) < 2**1023 else math.copysign(math.inf, value)
+    if isinstance(value, Tensor):
+        # what is learned would lose its gradient
+        real = value.numel() == 1 and not (value.is_complex() or value.dtype == torch.bool or value.requires_grad)
+        return float(value) if real else None
+    return float(value) if isinstance(value, numbers.Real) else None
 
 
 def check_tensor(name: str, value: object, axes: str, *, hint: str = "") -> Tensor:
@@ -85,6 +114,23 @@ def check_tensor(name: str, value: object, axes: str, *, hint: str = "") -> Tens
         what = "nested" if value.is_nested else f"of layout {value.layout}"
         raise ValueError(f"{name} must be a dense tensor {axes}, got one that is {what}{_also(hint)}")
     return value
+
+
+def check_numel(name: str, shape: Sequence[int], *, hint: str = "") -> None:
+    """Raise where a tensor of this shape would have more numbers than torch can count the bytes of."""
+    if math.prod(shape) > _NUMEL:
+        raise ValueError(f"{name} must have at most {_NUMEL} numbers, got shape {tuple(shape)}{_also(hint)}")
+
+
+def as_tensor(name: str, value: Any, what: str) -> Tensor:
+    """What was given as a tensor, a list or an array, as a dense tensor where it was."""
+    if isinstance(value, Tensor):
+        return check_tensor(name, value, what)
+    try:
+        return torch.as_tensor(value)
+    # of strings, of lists of different lengths, of integers that fit in no tensor
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        raise WrongType(f"{name} must be a tensor {what}, got {shown(value)}") from None
 
 
 def _also(hint: str) -> str:

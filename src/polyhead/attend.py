@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -9,6 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
+from polyhead._checks import LARGEST_INT64, WrongType, check_integer, check_number, check_tensor, kind_of, shown
 from polyhead.kernels import Call, Result, kernels
 from polyhead.kernels.graph import weights as edge_weights
 from polyhead.kernels.reference import through_sink, weights
@@ -117,18 +119,19 @@ def prepare(
     """The checked call for tensors as they were given: with a position, it turns q and k."""
     _check_tensors(q, k, v)
     if position is not None:
+        if not isinstance(position, Position):
+            raise WrongType(f"position must be a Position such as Rotary(), got {shown(position)}")
         position.check(q.shape[-3], q.shape[-1])
         over = neighbourhood(over)
         queries, keys = points(position, over, q.shape[-2], k.shape[-2], q.device)
         q, k = position.rotate(q, k.shape[-2] - q.shape[-2], queries), position.rotate(k, 0, keys)
     if not isinstance(score, Score):
-        raise ValueError(f"score: it is {score!r}; it must be a Score such as Dot()")
+        raise WrongType(f"score must be a Score such as Dot(), got {shown(score)}")
     if sink is not None and not isinstance(sink, Tensor):
-        if not isinstance(sink, (int, float)):
-            raise ValueError(f"sink: it is {sink!r}; it must be a number, or a tensor of one number a head")
-        sink = torch.full((q.shape[-3],), float(sink), dtype=torch.float64, device=q.device)
-    if not isinstance(seed, Tensor) and seed is not None:
-        seed = torch.tensor(seed, device=q.device)
+        number = check_number("sink", sink, -math.inf, hint="or a tensor of one number per head")
+        sink = torch.full((q.shape[-3],), number, dtype=torch.float64, device=q.device)
+    if seed is not None:
+        seed = _seed(seed, q.device)
     return assemble(q, k, v, neighbourhood(over), score, position, bias, sink, dropout, seed)
 
 
@@ -138,9 +141,9 @@ def assemble(
 ) -> Call:  # fmt: skip
     """The checked call for tensors that fit each other; the position, if any, has turned q and k already."""
     table = None
+    if type(dropout) is not float or dropout != 0:
+        dropout = check_number("dropout", dropout, 0, 1, "[)")
     if dropout:
-        if not isinstance(dropout, (int, float)) or not 0 <= dropout < 1:
-            raise ValueError(f"dropout: it is {dropout}; it must be at least 0 and less than 1")
         seed = torch.randint(2**31, (), device=q.device) if seed is None else seed
     if type(score) is not Dot or isinstance(over, Graph):
         features = over.features if isinstance(over, Graph) else None
@@ -149,8 +152,10 @@ def assemble(
         bias = _placed_bias(bias, over, q, k)
     if position is not None:
         table, bias = _added(position, over, bias, q.shape[-2], k.shape[-2], q.device)
-    if sink is not None and sink.shape != q.shape[-3:-2]:
-        raise ValueError(f"sink: its shape is {tuple(sink.shape)}; it must be one number a head, ({q.shape[-3]},)")
+    if sink is not None and (sink.shape != q.shape[-3:-2] or not sink.is_floating_point()):
+        raise ValueError(
+            f"sink must be floating-point numbers, one per head, of shape ({q.shape[-3]},), got {kind_of(sink)}"
+        )
     call = Call(q, k, v, over, score, table, bias, sink, dropout, seed)
     if type(over) is not Dense:
         over.check(call.sizes)
@@ -245,7 +250,18 @@ def explained(call: Call) -> Explanation:
     return Explanation(candidate.name, refused)
 
 
+def _seed(seed: Tensor | int, device: torch.device) -> Int[Tensor, ""]:
+    """A seed as it was given, as a tensor of one integer."""
+    if not isinstance(seed, Tensor):
+        return torch.tensor(check_integer("seed", seed, -LARGEST_INT64 - 1, LARGEST_INT64), device=device)
+    if seed.numel() != 1 or seed.dtype == torch.bool or seed.is_floating_point() or seed.is_complex():
+        raise ValueError(f"seed must be an integer, or a tensor of one integer, got {kind_of(seed)}")
+    return seed
+
+
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        check_tensor(name, x, "(..., heads, items, dim)")
     qs, ks, vs = q.shape, k.shape, v.shape
     if len(qs) < 3:
         raise ValueError(f"q: its shape is {tuple(qs)}; it must be (..., heads, queries, dim)")
@@ -266,20 +282,25 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ValueError(
             f"q, k, v: their dtypes are {q.dtype}, {k.dtype}, {v.dtype}; they must be one floating-point dtype"
         )
+    if not (q.device == k.device == v.device):
+        raise ValueError(f"q, k, v must be on one device, got {q.device}, {k.device} and {v.device}")
 
 
 def _placed_bias(bias: Tensor, over: Neighbourhood, q: Tensor, k: Tensor) -> Tensor:
     """The bias with an axis for each of (heads, queries, keys), on a graph of (heads, edges); checked."""
+    check_tensor("bias", bias, "(..., heads, edges)" if isinstance(over, Graph) else "(..., heads, queries, keys)")
     if isinstance(over, Graph):
         bias = bias.reshape(*(1,) * (2 - bias.dim()), *bias.shape)
-        _check_bias(bias, (*q.shape[:-2], over.num_edges), "(..., heads, edges)")
+        _check_bias(bias, (*q.shape[:-2], over.num_edges), "(..., heads, edges)", q.device)
         return bias
     bias = bias.reshape(*(1,) * (3 - bias.dim()), *bias.shape)
-    _check_bias(bias, (*q.shape[:-1], k.shape[-2]), "(..., heads, queries, keys)")
+    _check_bias(bias, (*q.shape[:-1], k.shape[-2]), "(..., heads, queries, keys)", q.device)
     return bias
 
 
-def _check_bias(bias: Tensor, wanted: tuple[int, ...], axes: str) -> None:
+def _check_bias(bias: Tensor, wanted: tuple[int, ...], axes: str, device: torch.device) -> None:
+    if bias.device != device:
+        raise ValueError(f"bias must be on {device}, as q is, got {bias.device}")
     if not bias.is_floating_point():
         raise ValueError(
             f"bias: it is {bias.dtype}; it must be floating-point numbers to add. A bool mask goes to over="

@@ -327,8 +327,11 @@ def test_transformers_must_not_be_too_old(monkeypatch: pytest.MonkeyPatch) -> No
         ({"softcap": 0.0}, "softcap: it is 0.0; it must be more than 0"),
         ({"attention_mask": torch.ones(1, 1, 3, 3).long()}, "attention_mask: it is torch.int64; it must be bool"),
         ({"attention_mask": torch.ones(1, 1, 3, 4).bool()}, "Mask: keep has shape (1, 1, 3, 4); it must broadcast"),
-        ({"s_aux": torch.ones(3)}, "sink: its shape is (3,); it must be one number a head, (2,)"),
-        ({"dropout": 1.5}, "dropout: it is 1.5; it must be at least 0"),
+        (
+            {"s_aux": torch.ones(3)},
+            "sink must be floating-point numbers, one per head, of shape (2,), got Tensor of torch.float32 and shape (3,)",
+        ),
+        ({"dropout": 1.5}, "dropout must be a number in [0, 1), got 1.5"),
     ],
 )
 def test_errors_name_the_argument(options: dict[str, Any], message: str) -> None:

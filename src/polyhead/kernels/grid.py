@@ -71,10 +71,12 @@ class OnGrid:
 
 def _window(over: Grid) -> tuple[list[int], list[int], list[int]]:
     """Sizes, reach and dilation of two axes or more; no reach goes beyond the grid from all of its points."""
-    steps = list(over.dilation)
+    steps = over.dilation
     reach = [min(far, (n - 1) // step) for far, n, step in zip(over.reach, over.sizes, steps, strict=True)]
+    # how far apart the points of a window are is of no matter where it has one only
+    steps = tuple(step if far else 1 for far, step in zip(reach, steps, strict=True))
     more = max(2 - len(steps), 0)
-    return [1] * more + list(over.sizes), [0] * more + reach, [1] * more + steps
+    return [1] * more + list(over.sizes), [0] * more + reach, [1] * more + list(steps)
 
 
 def _distances(sizes: Sequence[int], reach: Sequence[int], steps: Sequence[int]) -> Tensor:

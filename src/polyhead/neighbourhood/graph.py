@@ -9,6 +9,7 @@ from jaxtyping import Bool, Float, Int, Integer
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from polyhead._checks import LARGEST, as_tensor, check_integer, shown
 from polyhead._torch import numbers_hidden, widened
 from polyhead.neighbourhood.base import Neighbourhood, Sizes, neighbourhood, parts
 from polyhead.neighbourhood.order import order
@@ -229,7 +230,7 @@ class Graph(Neighbourhood):
 
 def checked(edge_index: object) -> Integer[Tensor, "2 edges"]:
     """Edges as they were given, if they are whole numbers in two rows."""
-    given = torch.as_tensor(edge_index)
+    given = as_tensor("edge_index", edge_index, "of integers (2, edges)")
     if given.dim() != 2 or given.shape[0] != 2:
         turned = given.dim() == 2 and given.shape[1] == 2
         hint = "pass edge_index.T" if turned else "sources in the first row, destinations in the second"
@@ -251,14 +252,15 @@ def _sizes(num_nodes: object, edge_index: Tensor) -> tuple[int, int]:
         nodes = int(edge_index.max()) + 1 if edge_index.numel() else 0
         return max(nodes, 0), max(nodes, 0)
     given = num_nodes if isinstance(num_nodes, (tuple, list)) else (num_nodes, num_nodes)
-    whole = all(isinstance(n, int) and not isinstance(n, bool) for n in given)
-    if not whole or len(given) != 2 or any(n < 0 for n in given):
-        raise ValueError(f"num_nodes: it is {num_nodes!r}; it must be a whole number, or (sources, destinations)")
-    return given[0], given[1]
+    if len(given) != 2:
+        raise ValueError(f"Graph: num_nodes must be an integer, or (sources, destinations), got {shown(num_nodes)}")
+    # the edges' own arrays count one place more than there are nodes, in 32 bits
+    sources, destinations = (check_integer("Graph: num_nodes", n, 0, LARGEST - 1) for n in given)
+    return sources, destinations
 
 
 def _features(features: Tensor, edges: int) -> Float[Tensor, "edges dim"]:
-    features = torch.as_tensor(features)
+    features = as_tensor("features", features, "(edges, dim)")
     features = features[:, None] if features.dim() == 1 else features
     if features.dim() != 2 or features.shape[0] != edges or not features.is_floating_point():
         raise ValueError(
@@ -269,7 +271,7 @@ def _features(features: Tensor, edges: int) -> Float[Tensor, "edges dim"]:
 
 
 def _weights(weights: Tensor, edges: int) -> Float[Tensor, " edges"]:
-    weights = torch.as_tensor(weights)
+    weights = as_tensor("weights", weights, "(edges,)")
     if tuple(weights.shape) != (edges,) or not weights.is_floating_point():
         raise ValueError(
             f"weights: {weights.dtype} of shape {tuple(weights.shape)}; they must be floating-point numbers (edges,), and "

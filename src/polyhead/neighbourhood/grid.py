@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Sequence
 from itertools import pairwise, product
 from typing import Any, NamedTuple
@@ -12,7 +11,8 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from polyhead._torch import whole
+from polyhead._checks import LARGEST, as_tensor, check_integer, check_integers, kind_of, shown
+from polyhead._torch import numbers_hidden
 from polyhead.neighbourhood.base import Interval, Neighbourhood, Sizes
 
 # So many items too many are taken for tokens that stand nowhere.
@@ -98,12 +98,14 @@ class _OnLattice(Neighbourhood):
 
     def _place(self, sizes: Any, stride: object, outputs: Sequence[int] | None) -> None:
         name = type(self).__name__
-        self.sizes = _whole(name, "sizes", sizes, None)
-        self.stride = _whole(name, "stride", stride, len(self.sizes))
+        self.sizes = _each(name, "sizes", sizes, None)
+        self.stride = _each(name, "stride", stride, len(self.sizes))
         if outputs is None:
             self.outputs = tuple(-(-n // step) for n, step in zip(self.sizes, self.stride, strict=True))
         else:
-            self.outputs = _whole(name, "outputs", outputs, len(self.sizes))
+            self.outputs = _each(name, "outputs", outputs, len(self.sizes))
+            for n, step in zip(self.outputs, self.stride, strict=True):
+                check_integer(f"{name}: (outputs - 1) * stride, where the last query stands,", (n - 1) * step, 0)
 
     def _number(self, query: Tensor) -> Tensor:
         """A query's own number, where it is given as counted along the keys."""
@@ -134,12 +136,11 @@ class Grid(_OnLattice):
         prefix: int = 0,
     ) -> None:
         self._place(_sizes(sizes), stride, outputs)
-        if not whole(prefix) or prefix < 0:
-            raise ValueError(f"Grid: prefix is {prefix!r}; it must be a whole number of tokens, 0 or more")
+        prefix = check_integer("Grid: prefix", prefix, 0)
         if prefix and self.grid.sparse:
             raise ValueError(f"Grid: prefix is {prefix}, but queries that are not the keys have no tokens before them")
-        self.prefix = operator.index(prefix)
-        self.dilation = _whole("Grid", "dilation", dilation, len(self.sizes))
+        self.prefix = prefix
+        self.dilation = _each("Grid", "dilation", dilation, len(self.sizes))
         self.window = None if window is None else _window(window, len(self.sizes))
         if self.window is None and any(step > 1 for step in self.dilation):
             raise ValueError(f"Grid: dilation is {dilation!r}, but there is no window whose points could be apart")
@@ -265,6 +266,8 @@ class Offsets(_OnLattice):
         self.padding = padding
         self.heads, self.several = len(given), 1 if given.dim() == 2 else given.shape[1]
         self.by_head = self.heads > 1
+        entries = self.heads * self.several * math.prod(self.outputs)
+        check_integer("Offsets: heads * several * outputs, the entries of its table,", entries, 0)
         # of each head and query the keys' numbers, -1 for none
         self.index: Int[Tensor, "heads queries several"] = self._index(
             given.reshape(self.heads, 1, -1, len(self.sizes))
@@ -306,18 +309,18 @@ class Offsets(_OnLattice):
 
 
 def _offsets(offsets: Any, axes: int) -> Int[Tensor, "heads *several axes"]:
-    try:
-        # as_tensor would move one to the default device
-        given = offsets if isinstance(offsets, Tensor) else torch.as_tensor(offsets)
-    except (TypeError, ValueError, RuntimeError):
-        raise ValueError(f"Offsets: offsets are {offsets!r:.80}; they must be whole numbers (heads, axes)") from None
+    what = f"of integers (heads, axes) or (heads, several, axes), with {axes} axes"
+    given = as_tensor("Offsets: offsets", offsets, what)
     numbers = given.dtype in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
     if not numbers or given.dim() not in (2, 3) or given.shape[-1] != axes or not given.numel():
+        raise ValueError(f"Offsets: offsets must be a tensor {what}, got {kind_of(given)}")
+    given = given.long()
+    hidden = numbers_hidden() or type(given) is not Tensor or given.is_meta
+    if not hidden and bool((given.clamp(-LARGEST, LARGEST) != given).any()):
         raise ValueError(
-            f"Offsets: offsets are {given.dtype} of shape {tuple(given.shape)}; they must be whole numbers (heads, axes) or "
-            f"(heads, several, axes), and the grid has {axes} axes"
+            f"Offsets: offsets must be in [{-LARGEST}, {LARGEST}], got {int(given.min())} to {int(given.max())}"
         )
-    return given.long()
+    return given
 
 
 def folded(at: Int[Tensor, "*any"], size: int, padding: str) -> Int[Tensor, "*any"]:
@@ -348,7 +351,8 @@ def _sizes(given: tuple[Any, ...]) -> tuple[Any, ...]:
         return tuple(first)
     if isinstance(first, Sequence):
         raise ValueError(f"Grid: sizes is {given!r}; the window is passed by its name: Grid({first!r}, window=…)")
-    if getattr(first, "ndim", 0):
+    # torch's compiler can ask no such thing of an integer
+    if not isinstance(first, int) and getattr(first, "ndim", 0) > 0:
         shape = tuple(getattr(first, "shape", ()))
         raise ValueError(
             f"Grid: sizes is something of shape {shape}; pass the sizes of an image: Grid(*image.shape[-2:])"
@@ -359,7 +363,7 @@ def _sizes(given: tuple[Any, ...]) -> tuple[Any, ...]:
 def _window(given: Any, axes: int) -> tuple[int | None, ...]:
     """One odd number an axis, or None for all of it."""
     numbers = tuple(1 if n is None else n for n in given) if isinstance(given, Sequence) else given
-    known = _whole("Grid", "window", numbers, axes)
+    known = _each("Grid", "window", numbers, axes)
     if any(n % 2 == 0 for n in known):
         raise ValueError(
             f"Grid: window is {given!r}; it must be odd, for the query to be its middle (7 reaches 3 to each side). "
@@ -368,13 +372,11 @@ def _window(given: Any, axes: int) -> tuple[int | None, ...]:
     return tuple(None if n is None else known[axis] for axis, n in enumerate(given)) if numbers is not given else known
 
 
-def _whole(owner: str, name: str, given: Any, axes: int | None) -> tuple[int, ...]:
-    """One whole number an axis, from one for all or one each."""
-    each = tuple(given) if isinstance(given, Sequence) else (given,) * (axes or 1)
-    if not each or not all(whole(n) and n >= 1 for n in each):
-        raise ValueError(f"{owner}: {name} is {given!r}; it must be whole numbers, 1 or more")
-    if axes is not None and len(each) != axes:
-        raise ValueError(f"{owner}: {name} is {given!r}, for {len(each)} axes, but the grid has {axes}")
-    # not operator.index of a number that is traced, which would fix it
-    numbers: list[Any] = [n if isinstance(n, (int, torch.SymInt)) else operator.index(n) for n in each]
-    return tuple(numbers)
+def _each(owner: str, name: str, given: Any, axes: int | None) -> tuple[int, ...]:
+    """One integer an axis, 1 or more, from one for all or one each."""
+    if not isinstance(given, Sequence):
+        return (check_integer(f"{owner}: {name}", given),) * (axes or 1)
+    if not given or (axes is not None and len(given) != axes):
+        wanted = "one integer per axis" if axes is None else f"one integer, or one for each of {axes} axes"
+        raise ValueError(f"{owner}: {name} must be {wanted}, got {shown(given)}")
+    return tuple(check_integers(f"{owner}: {name}", given))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Int, Integer
 from torch import Tensor
 
+from polyhead._checks import LARGEST, LARGEST_INT64, as_tensor, check_integer, kind_of
 from polyhead._torch import numbers_hidden
 from polyhead.neighbourhood.base import Interval, Neighbourhood, Sizes, check_batch, hull
 
@@ -43,14 +44,19 @@ class Causal(_Band):
 
 
 class Window(_Band):
-    """`left` keys before the query, the query's own, and `right` (the same number, unless given) after it."""
+    """`left` keys before the query, the query's own, and `right` (the same number, unless given) after it.
+
+    A window may be larger than any sequence: `Window(sys.maxsize, 0)` sees all that came before.
+    """
 
     def __init__(self, left: int, right: int | None = None) -> None:
-        right = left if right is None else right
-        for name, reach in (("left", left), ("right", right)):
-            if not hasattr(reach, "__index__") or isinstance(reach, bool) or reach < 0:
-                raise ValueError(f"Window: {name} is {reach!r}; it must be a whole number of keys, 0 or more")
-        super().__init__(operator.index(left), operator.index(right))
+        super().__init__(_reach("left", left), _reach("right", left if right is None else right))
+
+
+def _reach(name: str, given: object) -> Any:
+    number: Any = check_integer(f"Window: {name}", given, 0, LARGEST_INT64)
+    # no sequence is longer than that, and a position plus more would overflow; what torch traces is a size
+    return number if isinstance(number, torch.SymInt) else min(number, LARGEST)
 
 
 class Padding(Neighbourhood):
@@ -66,11 +72,10 @@ class Padding(Neighbourhood):
     tensors = ("keep", "first", "stop")
 
     def __init__(self, lengths_or_keep: Tensor | Sequence[int], *, queries: bool | None = None) -> None:
-        given = torch.as_tensor(lengths_or_keep)
-        if given.is_floating_point():
-            raise ValueError(
-                f"Padding: got {given.dtype}; pass integer lengths, or a bool tensor that is True where a key is real"
-            )
+        what = "of integer lengths, or of bool (..., keys) that is True where a key is real"
+        given = as_tensor("Padding: lengths_or_keep", lengths_or_keep, what)
+        if given.is_floating_point() or given.is_complex() or (given.dtype == torch.bool and not given.dim()):
+            raise ValueError(f"Padding: lengths_or_keep must be a tensor {what}, got {kind_of(given)}")
         self.queries = queries
         # where the real keys are not one stretch from `first` to `stop`, which they are
         self.keep: Bool[Tensor, "... keys"] | None = None
@@ -81,9 +86,10 @@ class Padding(Neighbourhood):
             if numbers_hidden(given) or not torch.equal(given.sum(-1), self.stop - self.first):
                 self.keep = given
         else:
+            given = given.long()
             if not numbers_hidden(given) and bool((given < 0).any()):
                 raise ValueError(f"Padding: a length is {int(given.min())}; lengths must be 0 or more")
-            self.first, self.stop = torch.zeros_like(given, dtype=torch.long), given.long()
+            self.first, self.stop = torch.zeros_like(given), given
         self.exact = self.keep is None
 
     def check(self, sizes: Sizes) -> None:
@@ -201,11 +207,9 @@ class Segments(Neighbourhood):
 
 
 def _ids(name: str, given: object) -> Int[Tensor, "... items"]:
-    ids = torch.as_tensor(given)
-    if ids.is_floating_point() or ids.dim() == 0:
-        raise ValueError(
-            f"Segments: {name} is {ids.dtype} of shape {tuple(ids.shape)}; it must hold integers (..., items)"
-        )
+    ids = as_tensor(f"Segments: {name}", given, "of integers (..., items)")
+    if ids.is_floating_point() or ids.is_complex() or ids.dim() == 0:
+        raise ValueError(f"Segments: {name} must be a tensor of integers (..., items), got {kind_of(ids)}")
     return ids.long()
 
 
