@@ -16,7 +16,18 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from polyhead._torch import numbers_hidden, whole, widened
+from polyhead._checks import (
+    HEADS,
+    WrongType,
+    as_tensor,
+    check_integer,
+    check_integers,
+    check_number,
+    check_numel,
+    kind_of,
+    shown,
+)
+from polyhead._torch import numbers_hidden, widened
 
 
 class Points(Protocol):
@@ -84,12 +95,11 @@ class Stretch:
     high: float = 4.0
 
     def __post_init__(self) -> None:
-        if not self.factor > 0:
-            raise ValueError(f"Stretch: factor is {self.factor}; it must be more than 0")
-        if self.trained is not None and (self.trained < 1 or not 0 < self.low < self.high):
-            raise ValueError(
-                f"Stretch: trained is {self.trained}, low {self.low} and high {self.high}; trained must be 1 or more, and 0 < low < high"
-            )
+        for name in ("factor", "low", "high"):
+            check_number(f"Stretch: {name}", getattr(self, name), 0, math.inf, "()")
+        if self.trained is not None:
+            check_integer("Stretch: trained", self.trained)
+            check_number("Stretch: low", self.low, 0, self.high, "()", hint="it must be less than high")
 
     def __call__(self, frequency: Float[Tensor, " pairs"]) -> Float[Tensor, " pairs"]:
         """The frequencies, in radians a position, as they become."""
@@ -121,16 +131,15 @@ class Rotary(Position):
         axes: int | None = None,
     ) -> None:
         super().__init__()
-        if axes is not None and not (whole(axes) and axes >= 1):
-            raise ValueError(f"Rotary: axes is {axes!r}; it must be a whole number, 1 or more, or None")
+        axes = None if axes is None else check_integer("Rotary: axes", axes)
         step = 2 * (axes or 1)
-        if dim is not None and (dim < step or dim % step):
+        dim = None if dim is None else check_integer("Rotary: dim", dim, step)
+        if dim is not None and dim % step:
             even = "even" if step == 2 else f"a multiple of {step}, two for each of {axes} axes"
-            raise ValueError(f"Rotary: dim is {dim}; it must be {even}, at least {step}")
-        if not base > 0:
-            raise ValueError(f"Rotary: base is {base}; it must be more than 0")
+            raise ValueError(f"Rotary: dim must be {even}, got {dim}")
+        base = check_number("Rotary: base", base, 0, math.inf, "()")
         if not (stretch is None or isinstance(stretch, Stretch)):
-            raise ValueError(f"Rotary: stretch is {stretch!r:.60}; it must be a Stretch, such as Stretch(2.0), or None")
+            raise WrongType(f"Rotary: stretch must be a Stretch, such as Stretch(2.0), or None, got {shown(stretch)}")
         self.dim, self.base, self.interleaved, self.stretch, self.axes = dim, base, interleaved, stretch, axes
         self._table: tuple[Tensor, Tensor] | None = None
 
@@ -206,7 +215,7 @@ class ALiBi(Position):
 
     def __init__(self, num_heads: int) -> None:
         super().__init__()
-        self.register_buffer("slopes", torch.tensor(_slopes(num_heads)))
+        self.register_buffer("slopes", torch.tensor(_slopes(check_integer("ALiBi: num_heads", num_heads, 1, HEADS))))
 
     def by_distance(self, distance: Tensor) -> Tensor:
         slopes = widened(self.slopes)
@@ -221,7 +230,7 @@ class ALiBi(Position):
 
 def _slopes(heads: int) -> list[float]:
     """2^(-8/n), 2^(-16/n), … for n heads; between two powers of two the paper takes every other one of the larger."""
-    whole = 2 ** math.floor(math.log2(heads)) if heads > 0 else 0
+    whole = 1 << heads.bit_length() - 1
     slopes = [2.0 ** (-8 * (i + 1) / whole) for i in range(whole)]
     return slopes + [2.0 ** (-4 * (i + 1) / whole) for i in range(0, 2 * (heads - whole), 2)]
 
@@ -251,20 +260,16 @@ class RelativeBias(Position):
         window: Sequence[int] | None = None,
     ) -> None:
         super().__init__()
-        if window is not None and not (
-            isinstance(window, Sequence) and window and all(whole(n) and n > 0 and n % 2 for n in window)
-        ):
-            raise ValueError(
-                f"RelativeBias: window is {window!r}; it must be one odd number an axis: (7,) along a line, (7, 7) in an image"
-            )
-        if buckets < 4 or buckets % 4:
-            raise ValueError(f"RelativeBias: buckets is {buckets}; it must be a multiple of 4")
-        if max_distance <= buckets:
-            raise ValueError(f"RelativeBias: max_distance is {max_distance}; it must be more than buckets ({buckets})")
-        self.window = None if window is None else tuple(map(int, window))
+        num_heads = check_integer("RelativeBias: num_heads", num_heads, 1, HEADS)
+        buckets = check_integer("RelativeBias: buckets", buckets, 4)
+        if buckets % 4:
+            raise ValueError(f"RelativeBias: buckets must be a multiple of 4, got {buckets}")
+        max_distance = check_integer("RelativeBias: max_distance", max_distance, buckets + 1, hint="more than buckets")
+        self.window = None if window is None else _odd(window)
         self.axes = None if self.window is None else len(self.window)
         self.buckets = buckets if self.window is None else math.prod(self.window)
         self.max_distance, self.bidirectional = max_distance, bidirectional
+        check_numel("RelativeBias: weight", (self.buckets, num_heads))
         self.weight = nn.Parameter(torch.empty(self.buckets, num_heads))
         self.reset_parameters()
 
@@ -304,6 +309,15 @@ class RelativeBias(Position):
         return f"buckets={self.buckets}, max_distance={self.max_distance}, bidirectional={self.bidirectional}"
 
 
+def _odd(window: object) -> tuple[int, ...]:
+    """One odd number an axis."""
+    hint = "(7,) is for a line, (7, 7) for an image"
+    each = tuple(check_integers("RelativeBias: window", window, hint=hint))
+    if not each or not all(n % 2 for n in each):
+        raise ValueError(f"RelativeBias: window must be one odd number per axis, got {shown(window)}; {hint}")
+    return each
+
+
 class QuadraticOffset(Position):
     """−α|δ − Δ|² for a key at δ from its query on a grid: each head looks at one point Δ, and learns which (Cordonnier 2020).
 
@@ -325,14 +339,12 @@ class QuadraticOffset(Position):
         padding: str = "replicate",
     ) -> None:
         super().__init__()
-        given = torch.as_tensor(centres)
-        given = given if given.is_floating_point() else given.to(torch.get_default_dtype())
-        if given.dim() != 2 or not given.numel() or not bool(given.isfinite().all()):
-            raise ValueError(
-                f"QuadraticOffset: centres have shape {tuple(given.shape)}; they must be finite numbers (heads, axes)"
-            )
-        if not isinstance(alpha, (int, float)) or isinstance(alpha, bool) or not 0 < alpha < math.inf:
-            raise ValueError(f"QuadraticOffset: alpha is {alpha!r}; it must be a number, more than 0")
+        given = as_tensor("QuadraticOffset: centres", centres, "of finite numbers (heads, axes)")
+        real = not given.is_complex() and given.dtype != torch.bool
+        given = given.to(torch.get_default_dtype()) if real and not given.is_floating_point() else given
+        if not real or given.dim() != 2 or not given.numel() or not bool(given.isfinite().all()):
+            raise ValueError(f"QuadraticOffset: centres must be finite numbers (heads, axes), got {kind_of(given)}")
+        alpha = check_number("QuadraticOffset: alpha", alpha, 0, math.inf, "()")
         known = ("replicate", "zeros", "circular", "reflect")
         if padding not in known:
             raise ValueError(

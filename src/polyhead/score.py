@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from typing import ClassVar
 
@@ -9,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
+
+from polyhead._checks import HEADS, check_integer, check_number, check_numel, check_tensor
 
 
 class Score(nn.Module, ABC):
@@ -70,7 +73,7 @@ class Dot(Score):
 
     def __init__(self, scale: float | None = None) -> None:
         super().__init__()
-        self.scale = scale
+        self.scale = None if scale is None else check_number("Dot: scale", scale, -math.inf, math.inf, "()")
 
     def factor(self, dim: int) -> float:
         """The number that multiplies the product."""
@@ -99,11 +102,13 @@ class _Additive(Score):
         self, num_heads: int, head_dim: int, edge_dim: int | None, negative_slope: float, shares_queries: bool
     ) -> None:
         super().__init__()
-        for name, size in (("num_heads", num_heads), ("head_dim", head_dim), ("edge_dim", edge_dim)):
-            if size is not None and (not isinstance(size, int) or size < 1):
-                raise ValueError(f"{type(self).__name__}: {name} is {size!r}; it must be a whole number, 1 or more")
-        self.num_heads, self.head_dim, self.edge_dim = num_heads, head_dim, edge_dim
-        self.negative_slope, self.shares_queries = float(negative_slope), shares_queries
+        name = type(self).__name__
+        self.num_heads = check_integer(f"{name}: num_heads", num_heads, 1, HEADS)
+        self.head_dim = check_integer(f"{name}: head_dim", head_dim)
+        self.edge_dim = None if edge_dim is None else check_integer(f"{name}: edge_dim", edge_dim)
+        check_numel(f"{name}: its weight", (self.num_heads, self.head_dim, self.edge_dim or 1))
+        slope = check_number(f"{name}: negative_slope", negative_slope, -math.inf, math.inf, "()")
+        self.negative_slope, self.shares_queries = float(slope), shares_queries
 
     def check(self, heads: int, dim: int, edge_dim: int | None) -> None:
         if (heads, dim) != (self.num_heads, self.head_dim):
@@ -174,7 +179,10 @@ class GAT(_Additive):
     ) -> GAT:
         """The score with these numbers, whoever owns them."""
         score = object.__new__(cls)
-        heads, dim = destination.shape
+        heads, dim = _axes("GAT.of: destination", destination, "heads dim")
+        _axes("GAT.of: source", source, "heads dim", heads, dim)
+        if edge is not None:
+            _axes("GAT.of: edge", edge, "heads edge_dim", heads)
         _Additive.__init__(score, heads, dim, None if edge is None else edge.shape[-1], negative_slope, True)
         score.destination, score.source, score.edge, score.bias = destination, source, edge, None
         return score
@@ -245,7 +253,9 @@ class GATv2(_Additive):
     ) -> GATv2:
         """The score with these numbers, whoever owns them."""
         score = object.__new__(cls)
-        heads, dim = weight.shape
+        heads, dim = _axes("GATv2.of: weight", weight, "heads dim")
+        if edge is not None:
+            _axes("GATv2.of: edge", edge, "heads dim edge_dim", heads, dim)
         _Additive.__init__(score, heads, dim, None if edge is None else edge.shape[-1], negative_slope, False)
         score.weight, score.edge = weight, edge
         return score
@@ -271,6 +281,16 @@ class GATv2(_Additive):
     def _weighed(self, z: Tensor, axes: int) -> Tensor:
         a = self.weight.to(z.dtype).reshape(self.num_heads, *(1,) * axes, self.head_dim)
         return (F.leaky_relu(z, self.negative_slope) * a).sum(-1)
+
+
+def _axes(name: str, x: object, axes: str, *wanted: int) -> tuple[int, ...]:
+    """The shape of a tensor that has these axes, of which the first have these sizes."""
+    written = f"({axes.replace(' ', ', ')})"
+    shape = tuple(check_tensor(name, x, written).shape)
+    if len(shape) != len(axes.split()) or shape[: len(wanted)] != wanted:
+        known = f", where (heads, dim) start with {wanted}" if wanted else ""
+        raise ValueError(f"{name} must be a tensor {written}{known}, got shape {shape}")
+    return shape
 
 
 def _draw(weight: Tensor, inputs: int, outputs: int = 1) -> None:
