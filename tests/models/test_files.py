@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import pickle
-import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -60,7 +59,7 @@ def equal(a: Bert, b: Bert) -> bool:
 
 GPT = GptConfig(d_model=12, heads=3, layers=2, vocab=29, positions=11)
 LLAMA = LlamaConfig(d_model=12, heads=3, layers=2, d_feedforward=17, vocab=29, positions=11)
-_COUNT = "must be a whole number, 1 or more"
+_COUNT = r"must be an integer in \[1, \d+\], got "
 
 
 @pytest.mark.parametrize(
@@ -76,19 +75,15 @@ _COUNT = "must be a whole number, 1 or more"
         *((config, "heads", 5, None) for config in (TINY, GPT, LLAMA)),
         (TINY, "token_types", 0, _COUNT),
         (TINY, "layers", None, _COUNT),
-        (LLAMA, "head", "x", "must be 'own', 'tied' or None"),
-        *((config, "stop", stop, "must be a tuple of the vocabulary's ids, 0 to 28") for config in (GPT, LLAMA) for stop in (3, (29,), (-1,), ("3",))),
-        *((config, "start", start, "must be one of the vocabulary's ids, 0 to 28, or None") for config in (GPT, LLAMA) for start in (29, "3")),
+        (LLAMA, "head", "x", ": it is 'x'; it must be 'own', 'tied' or None"),
+        *((config, "stop", stop, r"(\[0\])? must be .* in \[0, 28\], got ") for config in (GPT, LLAMA) for stop in (3, (29,), (-1,), ("3",))),
+        *((config, "start", start, r"must be an integer in \[0, 28\], got ") for config in (GPT, LLAMA) for start in (29, "3")),
     ],
 )  # fmt: skip
 def test_configurations_that_cannot_be(config: Any, field: str, value: Any, rule: str | None) -> None:
     kind: Any = {Config: Bert, GptConfig: Gpt, LlamaConfig: Llama}[type(config)]
-    said = (
-        f"heads: {value} does not divide d_model 12; it must"
-        if rule is None
-        else f"{field}: it is {value!r}; it {rule}"
-    )
-    with pytest.raises(ValueError, match=f"^{re.escape(said)}$"):
+    said = f"heads: {value} does not divide d_model 12; it must" if rule is None else f"{field} ?{rule}"
+    with pytest.raises(ValueError, match=f"^{said}"):
         kind(config._replace(**{field: value}))
 
 

@@ -41,8 +41,8 @@ def test_a_score_declares_what_is_shared():
         ({"score": "gat", "kv_heads": 1}, "kv_heads: it is 1, but num_heads is 2"),
         ({"score": GAT(3, 3)}, "GAT is for 3 heads of 3 features, but there are 2 of 3"),
         ({"score": "gatv3"}, "score: it is 'gatv3'; it must be 'dot', 'gat', 'gatv2' or a Score"),
-        ({"input_dropout": 1.0}, "input_dropout: it is 1.0"),
-        ({"value_dropout": -0.1}, "value_dropout: it is -0.1"),
+        ({"input_dropout": 1.0}, r"input_dropout must be a number in \[0, 1\), got 1\.0"),
+        ({"value_dropout": -0.1}, r"value_dropout must be a number in \[0, 1\), got -0\.1"),
         ({"input_dropout": 0.5, "kv_heads": 1}, "kv_heads: it is 1, but num_heads is 2.*input_dropout"),
     ],
 )
@@ -54,7 +54,7 @@ def test_what_cannot_be_shared_is_refused(options, message):
 @pytest.mark.parametrize("score", [GAT, GATv2])
 @pytest.mark.parametrize("arguments", [(0, 3), (2, 0), (2, 2.5)])
 def test_sizes_of_scores(score, arguments):
-    with pytest.raises(ValueError, match=r"must be a whole number, 1 or more"):
+    with pytest.raises(ValueError, match=r"(num_heads|head_dim|edge_dim) must be an integer in \[1, \d+\], got "):
         score(*arguments)
 
 

@@ -276,19 +276,19 @@ def test_copies_are_independent_and_compile() -> None:
         ({"source": torch.empty(0, 3, dtype=torch.long)}, r"source: its shape is \(0, 3\)"),
         ({"source": torch.ones(3, dtype=torch.long)}, r"source: its shape is \(3,\)"),
         ({"source": torch.ones(2, 3)}, r"source: they are torch.float32; they must be torch.int64"),
-        ({"start": VOCAB}, "start: it is 23; it must be a token of the vocabulary, 0 to 22"),
-        ({"start": 1.5}, "start: it is 1.5"),
-        ({"stop": -1}, "stop: it is -1; it must be a token of the vocabulary"),
-        ({"stop": [1, 2.5]}, "stop: it is 2.5"),
-        ({"stop": True}, "stop: it is True"),
-        ({"max_new_tokens": 0}, "max_new_tokens: it is 0; it must be a whole number, 1 or more"),
-        ({"max_new_tokens": True}, "max_new_tokens: it is True"),
-        ({"temperature": -1.0}, "temperature: it is -1.0"),
-        ({"temperature": float("nan")}, "temperature: it is nan"),
+        ({"start": VOCAB}, r"start must be an integer in \[0, 22\], got 23"),
+        ({"start": 1.5}, r"start must be an integer in \[0, 22\], got 1\.5"),
+        ({"stop": -1}, r"stop must be an integer in \[0, 22\], got -1"),
+        ({"stop": [1, 2.5]}, r"stop\[1\] must be an integer in \[0, 22\], got 2\.5"),
+        ({"stop": True}, r"stop must be a list of integers in \[0, 22\], got True"),
+        ({"max_new_tokens": 0}, r"max_new_tokens must be an integer in \[1, 2147483647\], got 0"),
+        ({"max_new_tokens": True}, r"max_new_tokens must be an integer in \[1, 2147483647\], got True"),
+        ({"temperature": -1.0}, r"temperature must be a number in \[0, inf\), got -1\.0; 0 takes the likeliest"),
+        ({"temperature": float("nan")}, r"temperature must be a number in \[0, inf\), got nan; 0 takes the likeliest"),
         ({"top_k": 3}, "top_k, top_p: they say what to draw from; pass a temperature"),
-        ({"top_k": 0, "temperature": 1.0}, "top_k: it is 0"),
-        ({"top_k": True, "temperature": 1.0}, "top_k: it is True"),
-        ({"top_p": 1.5, "temperature": 1.0}, "top_p: it is 1.5"),
+        ({"top_k": 0, "temperature": 1.0}, r"top_k must be an integer in \[1, 2147483647\], got 0"),
+        ({"top_k": True, "temperature": 1.0}, r"top_k must be an integer in \[1, 2147483647\], got True"),
+        ({"top_p": 1.5, "temperature": 1.0}, r"top_p must be a number in \(0, 1\], got 1\.5"),
     ],
 )
 def test_bad_requests(arguments: dict, message: str) -> None:
@@ -311,15 +311,24 @@ def test_bad_layers() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"layers": (2, 0)}, "layers: it is 0; it must be a whole number, 1 or more"),
-        ({"layers": (2,)}, r"layers: it is \(2,\); it must be a number, or a pair"),
-        ({"layers": True}, "layers: it is True"),
-        ({"layers": 2.0}, "layers: it is 2.0"),
-        ({"vocab": 2.5}, "vocab: it is 2.5"),
-        ({"source_vocab": 0}, "source_vocab: it is 0"),
-        ({"d_feedforward": 0}, "d_feedforward: it is 0"),
-        ({"attention_dropout": 2}, "attention_dropout: it is 2"),
-        ({"dropout": 1.0}, "^dropout: it is 1.0"),
+        ({"layers": (2, 0)}, r"layers\[1\] must be an integer in \[1, 65536\], got 0"),
+        (
+            {"layers": (2,)},
+            r"layers must be an integer in \[1, 65536\], got \(2,\); or a pair of them: of the encoder and of the decoder",
+        ),
+        (
+            {"layers": True},
+            r"layers must be an integer in \[1, 65536\], got True; or a pair of them: of the encoder and of the decoder",
+        ),
+        (
+            {"layers": 2.0},
+            r"layers must be an integer in \[1, 65536\], got 2\.0; or a pair of them: of the encoder and of the decoder",
+        ),
+        ({"vocab": 2.5}, r"vocab must be an integer in \[1, 2147483647\], got 2\.5"),
+        ({"source_vocab": 0}, r"source_vocab must be an integer in \[1, 2147483647\], got 0"),
+        ({"d_feedforward": 0}, r"d_feedforward must be an integer in \[1, 2147483647\], got 0"),
+        ({"attention_dropout": 2}, r"attention_dropout must be a number in \[0, 1\), got 2"),
+        ({"dropout": 1.0}, r"^dropout must be a number in \[0, 1\), got 1\.0"),
     ],
 )
 def test_bad_sizes(arguments: dict, message: str) -> None:
@@ -339,7 +348,11 @@ def test_parts_that_do_not_fit() -> None:
         ((MultiHeadAttention(12, 3, combine="mean"), up), {}, "attention: its output has 4 features"),
         ((MultiHeadAttention(12, 3, d_out=5), up), {}, "attention: its output has 5 features"),
         ((mha, FeedForward(9, 31)), {}, "feedforward: its d_model is 9; it must be that of the attention, 12"),
-        ((mha, up), {"norm": nn.LayerNorm(12)}, "norm: it is a module"),
+        (
+            (mha, up),
+            {"norm": nn.LayerNorm(12)},
+            r"norm must make a module for a number of features, such as nn\.LayerNorm, got LayerNorm",
+        ),
         ((mha, up), {"cross": MultiHeadAttention(12, 3, position=Rotary())}, "cross: it has the position"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -12,6 +12,20 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import nn
 
+from polyhead._checks import (
+    HEADS,
+    LARGEST,
+    LAYERS,
+    WrongType,
+    check_integer,
+    check_integers,
+    check_number,
+    check_numel,
+    is_integer,
+    kind_of,
+    shown,
+)
+
 Model = TypeVar("Model", bound=nn.Module)
 CONFIG, WEIGHTS, TOKENIZER = "config.json", "model.safetensors", "tokenizer.json"
 INDEX = f"{WEIGHTS}.index.json"
@@ -130,7 +144,7 @@ class Fields(NamedTuple):
         start, stop = (self.values.get(name) for name in ("bos_token_id", "eos_token_id"))
         stops = stop if isinstance(stop, list) else [] if stop is None else [stop]
         for name, ids in (("bos_token_id", [] if start is None else [start]), ("eos_token_id", stops)):
-            if not all(_is_whole(number, 0) for number in ids):
+            if not all(is_integer(number) and number >= 0 for number in ids):
                 raise ValueError(
                     f"{self.path}: {name} is {self.values[name]!r:.60}; it must be the number of a token, or null"
                 )
@@ -171,10 +185,6 @@ ACTIVATIONS = {
 }
 
 
-def _is_whole(value: Any, least: int = 1) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
-
-
 # by the kind of a value, or by the name of the argument
 _RULES: dict[type | str, tuple[Callable[[Any], bool], str]] = {
     "activation": (lambda x: isinstance(x, str) and x in ACTIVATIONS, f"one of {', '.join(ACTIVATIONS)}"),
@@ -203,30 +213,41 @@ def named_ends(start: int | None, stop: tuple[int, ...]) -> dict[str, Any]:
 _COUNTS = (
     "d_model", "heads", "layers", "d_feedforward", "vocab", "positions", "token_types", "kv_heads", "head_dim", "window"
 )  # fmt: skip
+_MOST = {"heads": HEADS, "kv_heads": HEADS, "layers": LAYERS}
+# the fields that are numbers, with the interval of each
+_NUMBERS = {
+    "eps": (0, float("inf"), "[)"),
+    "rope_base": (0, float("inf"), "()"),
+    "dropout": (0, 1, "[)"),
+    "attention_dropout": (0, 1, "[)"),
+}
 
 
 def check(config: Any) -> None:
     """Raise where a field of a model's configuration cannot be what it is."""
+    if not hasattr(config, "_field_defaults"):
+        raise WrongType(f"config must be a Config, such as one of SIZES, got {kind_of(config)}")
     defaults, values = config._field_defaults, config._asdict()
     for name in _COUNTS:
         value = values.get(name)
         left_out = value is None and defaults.get(name, ...) is None
-        if name in values and not left_out and not _is_whole(value):
-            raise ValueError(f"{name}: it is {value!r:.60}; it must be a whole number, 1 or more")
+        if name in values and not left_out:
+            check_integer(name, value, 1, _MOST.get(name, LARGEST))
+    for name, interval in _NUMBERS.items():
+        if name in values:
+            check_number(name, values[name], *interval)
+    check_numel("the word embeddings", (config.vocab, config.d_model), hint="vocab or d_model is too large")
     # with a size of their own, heads need not share the features of a token evenly
     if values.get("head_dim") is None and config.d_model % config.heads:
         raise ValueError(f"heads: {config.heads} does not divide d_model {config.d_model}; it must")
     if values.get("head") not in ("own", "tied", None):
         raise ValueError(f"head: it is {config.head!r:.60}; it must be 'own', 'tied' or None")
     start, stop = values.get("start"), values.get("stop", ())
-    if not isinstance(stop, tuple) or not all(_is_whole(number, 0) and number < config.vocab for number in stop):
-        raise ValueError(
-            f"stop: it is {stop!r:.60}; it must be a tuple of the vocabulary's ids, 0 to {config.vocab - 1}"
-        )
-    if start is not None and not (_is_whole(start, 0) and start < config.vocab):
-        raise ValueError(
-            f"start: it is {start!r:.60}; it must be one of the vocabulary's ids, 0 to {config.vocab - 1}, or None"
-        )
+    if not isinstance(stop, tuple):
+        raise WrongType(f"stop must be a tuple of ids in [0, {config.vocab - 1}], got {shown(stop)}")
+    check_integers("stop", stop, 0, config.vocab - 1)
+    if start is not None:
+        check_integer("start", start, 0, config.vocab - 1)
 
 
 def config(root: Path, kinds: Sequence[str]) -> Fields:

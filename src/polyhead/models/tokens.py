@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -13,6 +12,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from polyhead._checks import check_integer, check_integers
 from polyhead.models import files
 
 _WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -44,6 +44,7 @@ class Tokens:
 
         Words of which no token is left are left out, so `len` of the two says how many were kept of how many.
         """
+        limit = check_integer("limit", limit)
         if len(self) <= limit:
             return self
         if limit <= self.closing:
@@ -118,7 +119,7 @@ class Tokenizer:
 
         A word that the tokenizer reads as nothing, such as an empty one, stays among the words without a token.
         """
-        if isinstance(words, str) or not all(isinstance(word, str) for word in words):
+        if not isinstance(words, Sequence) or isinstance(words, str) or not all(isinstance(w, str) for w in words):
             raise ValueError(f"words: it is {words!r:.60}; it must be a list of str (call the tokenizer with a text)")
         _check_unicode("words", *words)
         given = [f" {word}" if number and self._spaced else word for number, word in enumerate(words)]
@@ -131,13 +132,8 @@ class Tokenizer:
             raise ValueError(
                 f"ids: they are {ids.dtype} of shape {tuple(ids.shape)}; they must be the whole numbers of one text, (tokens,)"
             )
-        try:
-            numbers = [operator.index(number) for number in ids]
-        except TypeError:
-            raise ValueError(
-                f"ids: they are {ids!r:.60}; they must be the whole numbers of one text, a list or a tensor"
-            ) from None
-        unknown = next((n for n in numbers if n < 0 or self._encoder.id_to_token(n) is None), None)
+        numbers = check_integers("ids", ids, 0, hint="the ids of one text, a list or a tensor")
+        unknown = next((n for n in numbers if self._encoder.id_to_token(n) is None), None)
         if unknown is not None:
             raise ValueError(f"ids: {unknown} is not in the vocabulary; they must be ids of this tokenizer")
         return str(self._encoder.decode(numbers, skip_special_tokens=True))

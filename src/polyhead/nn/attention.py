@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -9,6 +10,16 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from polyhead._checks import (
+    WrongType,
+    check_integer,
+    check_integers,
+    check_number,
+    check_numel,
+    check_tensor,
+    is_integer,
+    shown,
+)
 from polyhead._torch import is_symbolic, record_call, refuse_scripting
 from polyhead.attend import Explanation, assemble, explained, points, run
 from polyhead.heads import Heads, Origin
@@ -18,7 +29,7 @@ from polyhead.manifold import Manifold, Stiefel
 from polyhead.neighbourhood import Dense, Neighbourhood, neighbourhood
 from polyhead.nn import placing, surgery
 from polyhead.nn.cache import KeyValueCache, Memory
-from polyhead.nn.checks import CALL_WORDS, CONSTRUCTOR_WORDS, check_shares, check_sizes, untranslated
+from polyhead.nn.checks import CALL_WORDS, CONSTRUCTOR_WORDS, check_like, check_shares, check_sizes, untranslated
 from polyhead.nn.inputs import dropped, live_rows, project, thinned
 from polyhead.position import Position
 from polyhead.score import GAT, Dot, GATv2, Score
@@ -89,7 +100,7 @@ class MultiHeadAttention(nn.Module):
         super().__init__()
         if torch_words:
             raise untranslated(torch_words, CONSTRUCTOR_WORDS)
-        check_sizes(
+        d_model, num_heads, kv_heads, head_dim, value_dim, d_key, d_value, d_out = check_sizes(
             d_model=d_model, num_heads=num_heads, kv_heads=kv_heads, head_dim=head_dim, value_dim=value_dim, d_key=d_key,
             d_value=d_value, d_out=d_out,
         )  # fmt: skip
@@ -103,7 +114,9 @@ class MultiHeadAttention(nn.Module):
                 f"kv_heads: {kv_heads} does not divide num_heads {num_heads}; heads share keys and values in groups of one size"
             )
         _check_choices(score, position, sink, combine, d_out)
-        check_shares(dropout=dropout, input_dropout=input_dropout, value_dropout=value_dropout)
+        dropout, input_dropout, value_dropout = check_shares(
+            dropout=dropout, input_dropout=input_dropout, value_dropout=value_dropout
+        )
         self.d_model, self.num_heads = d_model, num_heads
         self.kv_heads = self.value_heads = kv_heads or num_heads
         self.head_dim = head_dim or d_model // num_heads
@@ -119,6 +132,8 @@ class MultiHeadAttention(nn.Module):
             position.check(num_heads, self.head_dim)
         shares_queries, shares_values = self.score.shares_queries, self.score.shares_values
         width = {"project": d_out or d_model, "concat": num_heads * self.value_dim, "mean": self.value_dim}[combine]
+        widest = num_heads * max(self.head_dim, self.value_dim), max(d_model, self.d_key, self.d_value, width)
+        check_numel("the largest projection", widest, hint="d_model, num_heads, head_dim or another size is too large")
         # None where the score says that k_proj serves
         self.q_proj = None if shares_queries else nn.Linear(d_model, num_heads * self.head_dim, bias)
         self.k_proj = nn.Linear(self.d_key, self.kv_heads * self.head_dim, bias)
@@ -245,7 +260,11 @@ class MultiHeadAttention(nn.Module):
             self._check_inputs(query, key, value)
             if to_itself and value is key and cache is None and not (self.input_dropout and self.training):
                 live = live_rows(over, query, self.num_heads)
-            q, k, v = self._projected(query, key, value, live)
+            try:
+                q, k, v = self._projected(query, key, value, live)
+            except RuntimeError:
+                check_like(self, query=query, key=key, value=value)
+                raise
             queries, keys = self._points(over, q, k)
             k, v = self._placed(k, v, 0 if cache is None else cache.length, keys)
         if self.q_norm is not None:
@@ -269,7 +288,14 @@ class MultiHeadAttention(nn.Module):
     ) -> Memory:
         """The keys and values of what is attended to again and again: `mha(x, mha.remember(y))` is `mha(x, y)`."""
         value = key if value is None else value
-        if key.shape[-1] != self.d_key or value.shape[-1] != self.d_value or key.shape[:-1] != value.shape[:-1]:
+        for name, x in (("key", key), ("value", value)):
+            check_tensor(name, x, "(..., keys, features)")
+        if (
+            key.dim() < 2
+            or key.shape[-1] != self.d_key
+            or value.shape[-1] != self.d_value
+            or key.shape[:-1] != value.shape[:-1]
+        ):
             raise ValueError(
                 f"key, value: their shapes are {tuple(key.shape)} and {tuple(value.shape)}; they must be "
                 f"(..., keys, {self.d_key}) and (..., keys, {self.d_value})"
@@ -278,11 +304,17 @@ class MultiHeadAttention(nn.Module):
             raise ValueError(
                 f"remember: {type(self.position).__name__} is for a grid, whose points only a call knows; call the layer"
             )
-        return Memory(*self._placed(*self._keys_values(*self._inputs(key, value)), 0, None))
+        try:
+            projected = self._keys_values(*self._inputs(key, value))
+        except RuntimeError:
+            check_like(self, key=key, value=value)
+            raise
+        return Memory(*self._placed(*projected, 0, None))
 
     def _to_memory(self, query: Tensor, memory: Memory, value: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         if value is not None:
             raise ValueError("value: the key is a memory, which holds the values too; value must be left out")
+        check_tensor("query", query, f"(..., items, {self.d_model})")
         if query.dim() < 2 or query.shape[-1] != self.d_model:
             raise ValueError(f"query: its shape is {tuple(query.shape)}; it must be (..., items, {self.d_model})")
         k, v = memory
@@ -294,7 +326,11 @@ class MultiHeadAttention(nn.Module):
                 f"remember made, of the query's batch {batch}"
             )
         (x,) = self._inputs(query)
-        q = _split(project(self.k_proj if self.q_proj is None else self.q_proj, x), self.num_heads)
+        try:
+            q = _split(project(self.k_proj if self.q_proj is None else self.q_proj, x), self.num_heads)
+        except RuntimeError:
+            check_like(self, query=query)
+            raise
         if not (q.dtype == k.dtype == v.dtype and q.device == k.device == v.device):
             raise ValueError(
                 f"key: this memory is {k.dtype} and {v.dtype} on {k.device}, but queries are {q.dtype} on {q.device}; "
@@ -358,17 +394,20 @@ class MultiHeadAttention(nn.Module):
 
         The dtype is that of the projected keys unless given: of the weights, under autocast of what it narrows to.
         """
-        lead = () if batch is None else (batch,) if isinstance(batch, int) else tuple(batch)
-        if length < 1 or any(n < 1 for n in lead):
-            raise ValueError(f"batch, length: they are {batch} and {length}; both must be 1 or more")
+        lead = [] if batch is None else check_integers("batch", [batch] if is_integer(batch) else batch)
+        length = check_integer("length", length)
+        check_numel("the cache", (*lead, self.kv_heads, length, max(self.head_dim, self.value_dim)))
         # the first parameter of a projection that is not a plain map, such as one that is quantised
         like = next((p for p in self.k_proj.parameters() if p.is_floating_point()), None)
         device = torch.device("cpu") if like is None else like.device
         if dtype is None:
             narrow = device.type != "meta" and torch.is_autocast_enabled(device.type)
             dtype = torch.get_autocast_dtype(device.type) if narrow else torch.float32 if like is None else like.dtype
-        k = torch.empty(*lead, self.kv_heads, length, self.head_dim, dtype=dtype, device=device)
-        v = torch.empty(*lead, self.value_heads, length, self.value_dim, dtype=dtype, device=device)
+        shapes = (*lead, self.kv_heads, length, self.head_dim), (*lead, self.value_heads, length, self.value_dim)
+        try:
+            k, v = (torch.empty(shape, dtype=dtype, device=device) for shape in shapes)
+        except RuntimeError as error:
+            raise MemoryError(f"batch, length: there is no room for keys and values of {shapes[0]}: {error}") from None
         return KeyValueCache(k, v)
 
     def _check_ties(self) -> None:
@@ -391,13 +430,17 @@ class MultiHeadAttention(nn.Module):
             self.score.check(self.num_heads, self.head_dim, self.score.edge_dim)
 
     def _check_inputs(self, query: Tensor, key: Tensor, value: Tensor) -> None:
-        if value is query and query.dim() > 1 and query.shape[-1] == self.d_model == self.d_key == self.d_value:
+        plain = isinstance(query, Tensor) and value is query and query.dim() > 1 and not query.is_nested
+        if plain and query.shape[-1] == self.d_model == self.d_key == self.d_value:
             return
         for name, x, features in (
             ("query", query, self.d_model),
             ("key", key, self.d_key),
             ("value", value, self.d_value),
         ):
+            if not isinstance(x, Tensor) or x.is_nested:
+                # a sparse one is for the projections to take, or to refuse
+                check_tensor(name, x, f"(..., items, {features})")
             shape = x.shape
             if len(shape) < 2 or shape[-1] != features:
                 image = len(shape) > 2 and shape[1] == features
@@ -449,13 +492,12 @@ class MultiHeadAttention(nn.Module):
 
 
 def _check_choices(score: object, position: object, sink: object, combine: object, d_out: int | None) -> None:
-    if not isinstance(score, Score) and score not in _SCORES:
+    if not isinstance(score, Score) and not (isinstance(score, str) and score in _SCORES):
         raise ValueError(f"score: it is {score!r}; it must be 'dot', 'gat', 'gatv2' or a Score")
     if position is not None and not isinstance(position, Position):
-        raise ValueError(f"position: it is {position!r}; it must be a Position such as Rotary()")
-    number = isinstance(sink, (int, float)) and not isinstance(sink, bool)
-    if sink is not None and sink != "learned" and not number:
-        raise ValueError(f"sink: it is {sink!r}; it must be a number or 'learned'")
+        raise WrongType(f"position must be a Position such as Rotary(), got {shown(position)}")
+    if sink is not None and sink != "learned":
+        check_number("sink", sink, -math.inf, hint="or 'learned'")
     if combine not in ("project", "concat", "mean"):
         raise ValueError(f"combine: it is {combine!r}; it must be 'project', 'concat' or 'mean'")
     if d_out is not None and combine != "project":

@@ -9,6 +9,8 @@ from typing import NamedTuple
 from jaxtyping import Float
 from torch import Tensor
 
+from polyhead._checks import check_integer, check_tensor
+
 
 class Memory(NamedTuple):
     """Projected keys and values of what a sequence attends to, made once by `MultiHeadAttention.remember`."""
@@ -29,6 +31,7 @@ class KeyValueCache:
     def __init__(
         self, k: Float[Tensor, "... heads capacity dim"], v: Float[Tensor, "... heads capacity value_dim"]
     ) -> None:
+        _check_pair(k, v, "capacity")
         self._k, self._v = k, v
         self.length = 0
         # counts the times that filled places were given up, after which an older view is stale
@@ -48,6 +51,7 @@ class KeyValueCache:
 
     def append(self, k: Float[Tensor, "... heads new dim"], v: Float[Tensor, "... heads new value_dim"]) -> None:
         """Write new keys and values behind the filled ones."""
+        _check_pair(k, v, "new")
         new = k.shape[-2]
         if self.length + new > self.capacity:
             raise ValueError(
@@ -78,13 +82,24 @@ class KeyValueCache:
 
     def truncate(self, length: int) -> None:
         """Forget all but the first `length` keys and values."""
-        if not hasattr(length, "__index__") or not 0 <= length <= self.length:
-            raise ValueError(f"length: it is {length}; it must be a whole number, and {self.length} places are filled")
+        length = check_integer("length", length, 0, self.length, hint="so many places are filled")
         self.generation += length < self.length
         self.length = length
 
     def __repr__(self) -> str:
         return f"KeyValueCache(length={self.length}, capacity={self.capacity})"
+
+
+def _check_pair(k: Tensor, v: Tensor, items: str) -> None:
+    """Raise where these are not keys and values of as many items."""
+    for name, x in (("k", k), ("v", v)):
+        if check_tensor(name, x, f"(..., heads, {items}, dim)").dim() < 3:
+            raise ValueError(f"{name} must be a tensor (..., heads, {items}, dim), got shape {tuple(x.shape)}")
+    if k.shape[:-3] != v.shape[:-3] or k.shape[-2] != v.shape[-2] or k.dtype != v.dtype or k.device != v.device:
+        raise ValueError(
+            f"k, v must have the same batch and {items}, dtype and device, got {tuple(k.shape)} and {tuple(v.shape)} in {k.dtype} and "
+            f"{v.dtype} on {k.device} and {v.device}"
+        )
 
 
 @contextmanager

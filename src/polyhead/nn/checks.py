@@ -1,9 +1,12 @@
-"""What layers say of arguments that are not theirs: sizes, shares, and the words of other libraries."""
+"""What layers say of arguments that are not theirs: sizes, shares, dtypes, and the words of other libraries."""
 
 from __future__ import annotations
 
-import operator
 from typing import Any
+
+from torch import Tensor, nn
+
+from polyhead._checks import HEADS, LARGEST, check_integer, check_number
 
 CONSTRUCTOR_WORDS = {
     "embed_dim": "d_model",
@@ -25,18 +28,28 @@ CALL_WORDS = {
 }
 
 
-def check_sizes(**sizes: object) -> None:
-    """Raise where one is given and is not a whole number, 1 or more."""
-    for name, size in sizes.items():
-        if size is not None and (not hasattr(size, "__index__") or isinstance(size, bool) or operator.index(size) < 1):
-            raise ValueError(f"{name}: it is {size!r}; it must be a whole number, 1 or more")
+def check_sizes(**sizes: object) -> list[Any]:
+    """Sizes as integers, 1 or more; None stays."""
+    most = {"num_heads": HEADS, "kv_heads": HEADS}
+    return [
+        None if size is None else check_integer(name, size, 1, most.get(name, LARGEST)) for name, size in sizes.items()
+    ]
 
 
-def check_shares(**shares: object) -> None:
-    """Raise where one is not a share that dropout may have."""
-    for name, share in shares.items():
-        if not isinstance(share, (int, float)) or not 0 <= share < 1:
-            raise ValueError(f"{name}: it is {share!r}; it must be at least 0 and less than 1")
+def check_shares(**shares: object) -> list[float]:
+    """Shares that dropout may have."""
+    return [check_number(name, share, 0, 1, "[)") for name, share in shares.items()]
+
+
+def check_like(layer: nn.Module, **inputs: Tensor) -> None:
+    """Raise where inputs are not of a layer's dtype or device: asked once torch has refused them, in its own words."""
+    own = next((p for p in layer.parameters() if p.is_floating_point()), None)
+    for name, x in inputs.items():
+        if own is not None and (x.dtype != own.dtype or x.device != own.device):
+            raise ValueError(
+                f"{name} must be {own.dtype} on {own.device}, as the layer's weights are, got {x.dtype} on {x.device}; "
+                f"pass {name}.to(…), or move the layer with .to(…)"
+            )
 
 
 def untranslated(words: dict[str, Any], known: dict[str, str]) -> Exception:

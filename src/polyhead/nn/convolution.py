@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from polyhead._checks import WrongType, check_number, check_tensor, kind_of
 from polyhead._torch import is_symbolic, numbers_hidden, record_call, refuse_scripting, watched, widened
 from polyhead.attend import Explanation, attention_weights
 from polyhead.heads import Heads
@@ -75,9 +76,8 @@ class ConvolutionalAttention(nn.Module):
         return self.attention.explain(query, None if query is x else x, over=self.over(sizes, x.device))
 
     def _items(self, image: Tensor) -> tuple[Float[Tensor, "*batch points channels"], tuple[int, ...]]:
-        if not isinstance(image, Tensor) or not image.is_floating_point():
-            given = image.dtype if isinstance(image, Tensor) else type(image).__name__
-            raise ValueError(f"image: it is {given}; it must be a tensor of floating-point numbers")
+        if not check_tensor("image", image, "of floating-point numbers").is_floating_point():
+            raise ValueError(f"image must be a tensor of floating-point numbers, got {image.dtype}")
         axes, channels = self.geometry.axes, self.attention.d_model
         if image.dim() not in (axes + 1, axes + 2) or (not self.channelwise and image.shape[-axes - 1] != channels):
             names = ("length", "height, width", "depth, height, width")[axes - 1]
@@ -164,7 +164,7 @@ def from_conv(conv: nn.Module, *, head_dim: int | None = None, alpha: float | No
         ValueError: for what no such attention computes, with the reason.
     """
     where = geometry(conv)
-    check_sizes(head_dim=head_dim)
+    (head_dim,) = check_sizes(head_dim=head_dim)
     if alpha is not None and where.together:
         raise ValueError(
             "alpha: this pooling averages as many points as there are, which one head does; heads of one point each cannot"
@@ -315,8 +315,7 @@ def to_conv(layer: ConvolutionalAttention | MultiHeadAttention, *, leak: float =
     Raises:
         ValueError: where heads do not look at fixed points, with how far from it they are.
     """
-    if not isinstance(leak, (int, float)) or isinstance(leak, bool) or not 0 <= leak <= 1:
-        raise ValueError(f"leak: it is {leak!r}; it must be a share, from 0 to 1")
+    leak = check_number("leak", leak, 0, 1)
     attention, where, groups = layer, None, 1
     if isinstance(layer, ConvolutionalAttention):
         attention, where, groups = layer.attention, layer.geometry, layer.groups
@@ -325,9 +324,7 @@ def to_conv(layer: ConvolutionalAttention | MultiHeadAttention, *, leak: float =
                 "layer: it averages each channel by itself, of however many there are; the pooling that it was made of does that"
             )
     if not isinstance(attention, MultiHeadAttention):
-        raise ValueError(
-            f"layer: it is {type(layer).__name__}; it must be what from_conv made, or a MultiHeadAttention"
-        )
+        raise WrongType(f"layer must be what from_conv made, or a MultiHeadAttention, got {kind_of(layer)}")
     check_content(attention)
     if isinstance(attention.position, QuadraticOffset):
         points = offsets(attention.position, attention.sink, leak)

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-import operator
+import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
+
+from polyhead._checks import (
+    WrongType,
+    check_integer,
+    check_integers,
+    check_number,
+    check_tensor,
+    is_integer,
+    kind_of,
+)
 
 
 class Choice(NamedTuple):
@@ -21,14 +31,15 @@ class Choice(NamedTuple):
 
     def check(self) -> None:
         """Raise a `ValueError` where no token can be chosen like this."""
-        if not _number(self.temperature) or not 0 <= self.temperature < float("inf"):
-            raise ValueError(f"temperature: it is {self.temperature!r}; it must be 0 (take the likeliest) or more")
+        check_number("temperature", self.temperature, 0, math.inf, "[)", hint="0 takes the likeliest")
         if not self.temperature and (self.top_k is not None or self.top_p is not None):
             raise ValueError("top_k, top_p: they say what to draw from; pass a temperature, such as 1.0, to draw")
-        if self.top_k is not None and (not _whole(self.top_k) or self.top_k < 1):
-            raise ValueError(f"top_k: it is {self.top_k!r}; it must be a whole number, 1 or more")
-        if self.top_p is not None and (not _number(self.top_p) or not 0 < self.top_p <= 1):
-            raise ValueError(f"top_p: it is {self.top_p!r}; it must be more than 0 and at most 1")
+        if self.top_k is not None:
+            check_integer("top_k", self.top_k)
+        if self.top_p is not None:
+            check_number("top_p", self.top_p, 0, 1, "(]")
+        if self.generator is not None and not isinstance(self.generator, torch.Generator):
+            raise WrongType(f"generator must be a torch.Generator or None, got {kind_of(self.generator)}")
 
     def of(self, logits: Float[Tensor, "batch vocab"]) -> Int[Tensor, " batch"]:
         """One token a row."""
@@ -65,6 +76,7 @@ def check_request(
     Args:
         room: how many tokens a model has positions for; None for any number.
     """
+    check_tensor("ids", prompt, "(batch, tokens)")
     if prompt.dim() != 2 or not prompt.shape[0]:
         raise ValueError(
             f"ids: their shape is {tuple(prompt.shape)}; it must be (batch, tokens), ids[None] for one text"
@@ -72,8 +84,7 @@ def check_request(
     tokens = prompt.shape[1]
     if not tokens:
         raise ValueError("ids: the prompt is empty; it must have 1 token or more, such as the one that starts a text")
-    if not _whole(max_new_tokens) or max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens: it is {max_new_tokens!r}; it must be a whole number, 1 or more")
+    check_integer("max_new_tokens", max_new_tokens)
     if room is not None and tokens > room:
         raise ValueError(
             f"ids: the prompt has {tokens} tokens; the model has positions for {room} (ids[:, -n:] keeps the end of it)"
@@ -86,8 +97,9 @@ def check_request(
     choice.check()
     if stop is None:
         return None
-    stops = list(stop) if isinstance(stop, Sequence) else [stop]
-    return torch.tensor([whole_id("stop", number, vocab) for number in stops], dtype=torch.long, device=prompt.device)
+    one, last = is_integer(stop), vocab - 1
+    stops = [check_integer("stop", stop, 0, last)] if one else check_integers("stop", stop, 0, last)
+    return torch.tensor(stops, dtype=torch.long, device=prompt.device)
 
 
 def continued(
@@ -116,18 +128,3 @@ def continued(
             break
         fed = new[:, None]
     return torch.stack(written, 1)
-
-
-def whole_id(name: str, number: Any, vocab: int) -> int:
-    """The number of a token; a `ValueError` where it is none of a vocabulary's."""
-    if not _whole(number) or not 0 <= number < vocab:
-        raise ValueError(f"{name}: it is {number!r}; it must be a token of the vocabulary, 0 to {vocab - 1}")
-    return operator.index(number)
-
-
-def _whole(number: object) -> bool:
-    return hasattr(number, "__index__") and not isinstance(number, bool)
-
-
-def _number(x: object) -> bool:
-    return isinstance(x, (int, float)) and not isinstance(x, bool)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import operator
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
+
+from polyhead._checks import check_integers
 
 if TYPE_CHECKING:
     from polyhead.nn.attention import MultiHeadAttention
@@ -21,12 +22,7 @@ KEPT = "kept_heads"
 def prune(layer: MultiHeadAttention, heads: Sequence[int]) -> None:
     """Remove these heads of a layer, numbered as they are now."""
     number = layer.num_heads
-    try:
-        gone = sorted({operator.index(head) for head in heads})
-    except TypeError:
-        raise ValueError(f"heads: {heads!r} must be numbers of heads, such as [2, 5]") from None
-    if any(not 0 <= head < number for head in gone):
-        raise ValueError(f"heads: {list(heads)} has a number that is no head; they are 0 to {number - 1}")
+    gone = sorted(set(check_integers("heads", heads, 0, number - 1)))
     if len(gone) == number:
         raise ValueError(f"heads: {gone} are all {number} heads; at least one must stay")
     if not gone:

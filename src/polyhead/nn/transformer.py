@@ -10,13 +10,14 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from polyhead._checks import LAYERS, WrongType, check_integer, check_integers, check_numel, check_tensor, kind_of
 from polyhead._torch import is_symbolic, numbers_hidden, record_call, refuse_scripting
 from polyhead.kernels.thin import linear, mapped
 from polyhead.neighbourhood import Causal, Neighbourhood, Padding
 from polyhead.nn.attention import MultiHeadAttention
 from polyhead.nn.cache import KeyValueCache, Memory, all_or_none
-from polyhead.nn.checks import check_shares, check_sizes
-from polyhead.nn.generate import Choice, check_evaluation, check_request, continued, whole_id
+from polyhead.nn.checks import check_like, check_shares, check_sizes
+from polyhead.nn.generate import Choice, check_evaluation, check_request, continued
 from polyhead.nn.inputs import live_rows, thinned
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -42,8 +43,9 @@ class FeedForward(nn.Module):
         self, d_model: int, d_hidden: int, *, activation: str = "relu", gated: bool = False, bias: bool = True
     ) -> None:
         super().__init__()
-        check_sizes(d_model=d_model, d_hidden=d_hidden)
-        if activation not in ACTIVATIONS:
+        d_model, d_hidden = check_sizes(d_model=d_model, d_hidden=d_hidden)
+        check_numel("up", (d_hidden, d_model), hint="d_model or d_hidden is too large")
+        if not isinstance(activation, str) or activation not in ACTIVATIONS:
             raise ValueError(f"activation: it is {activation!r}; it must be one of {', '.join(ACTIVATIONS)}")
         self.activation = activation
         self.gate = nn.Linear(d_model, d_hidden, bias) if gated else None
@@ -52,8 +54,12 @@ class FeedForward(nn.Module):
 
     def forward(self, x: Float[Tensor, "... d_model"]) -> Float[Tensor, "... d_model"]:
         act = ACTIVATIONS[self.activation]
-        up = mapped(self.up, x)
-        return mapped(self.down, act(up) if self.gate is None else act(mapped(self.gate, x)) * up)
+        try:
+            up = mapped(self.up, x)
+            return mapped(self.down, act(up) if self.gate is None else act(mapped(self.gate, x)) * up)
+        except (RuntimeError, TypeError, AttributeError):
+            check_features(self, x, self.up.in_features)
+            raise
 
     def extra_repr(self) -> str:
         return f"activation={self.activation!r}"
@@ -85,7 +91,7 @@ class TransformerLayer(nn.Module):
         dropout: float = 0.0,
     ) -> None:
         super().__init__()
-        check_shares(dropout=dropout)
+        (dropout,) = check_shares(dropout=dropout)
         _check_part("attention", attention)
         d_model = attention.d_model
         if cross is not None:
@@ -100,9 +106,11 @@ class TransformerLayer(nn.Module):
             raise ValueError(
                 f"feedforward: its d_model is {feedforward.up.in_features}; it must be that of the attention, {d_model}"
             )
-        if isinstance(norm, nn.Module):
+        if not isinstance(feedforward, nn.Module):
+            raise WrongType(f"feedforward must be a module such as FeedForward(…), got {kind_of(feedforward)}")
+        if isinstance(norm, nn.Module) or not callable(norm):
             raise ValueError(
-                "norm: it is a module; it must be what makes one for a number of features, such as nn.LayerNorm"
+                f"norm must make a module for a number of features, such as nn.LayerNorm, got {kind_of(norm)}"
             )
         self.norm_first = norm_first
         self.self = attention
@@ -142,7 +150,13 @@ class TransformerLayer(nn.Module):
                 if memory is None
                 else "memory: this layer has no cross-attention; make it with cross=MultiHeadAttention(…)"
             )
-        x = self._with(x, self.self_norm, lambda y: self.self(y, over=over, cache=cache)[0])
+        if not isinstance(x, Tensor) or x.dim() < 2 or x.shape[-1] != self.self.d_model:
+            check_features(self, x, self.self.d_model)
+        try:
+            x = self._with(x, self.self_norm, lambda y: self.self(y, over=over, cache=cache)[0])
+        except RuntimeError:
+            check_features(self, x, self.self.d_model)
+            raise
         if self.cross is not None:
             cross, norm = self.cross, self.cross_norm
             assert norm is not None
@@ -164,6 +178,13 @@ class TransformerLayer(nn.Module):
 
     def extra_repr(self) -> str:
         return f"norm_first={self.norm_first}, dropout={self.dropout}"
+
+
+def check_features(layer: nn.Module, x: Tensor, features: int) -> None:
+    """Raise where this is not a tensor (..., features) of the layer's dtype, on its device."""
+    if check_tensor("x", x, f"(..., {features})").dim() < 1 or x.shape[-1] != features:
+        raise ValueError(f"x must be a tensor (..., {features}), got shape {tuple(x.shape)}")
+    check_like(layer, x=x)
 
 
 def _check_part(name: str, attention: object) -> None:
@@ -214,16 +235,13 @@ class Transformer(nn.Module):
         attention_dropout: float | None = None,
     ) -> None:
         super().__init__()
-        if isinstance(layers, Sequence) and len(layers) != 2:
-            raise ValueError(
-                f"layers: it is {layers!r}; it must be a number, or a pair: of the encoder and of the decoder"
-            )
-        encoder_layers, decoder_layers = layers if isinstance(layers, Sequence) else (layers, layers)
-        check_sizes(vocab=vocab, source_vocab=source_vocab, d_model=d_model, d_feedforward=d_feedforward)
-        check_sizes(layers=encoder_layers)
-        check_sizes(layers=decoder_layers)
+        encoder_layers, decoder_layers = _two(layers)
+        vocab, source_vocab, d_model, d_feedforward = check_sizes(
+            vocab=vocab, source_vocab=source_vocab, d_model=d_model, d_feedforward=d_feedforward
+        )
+        check_numel("embedding", (max(vocab, source_vocab or 0), d_model), hint="vocab or d_model is too large")
         attention_dropout = dropout if attention_dropout is None else attention_dropout
-        check_shares(dropout=dropout, attention_dropout=attention_dropout)
+        dropout, attention_dropout = check_shares(dropout=dropout, attention_dropout=attention_dropout)
         self.vocab, self.d_model = vocab, d_model
         self.source_vocab = vocab if source_vocab is None else source_vocab
 
@@ -355,13 +373,15 @@ class Transformer(nn.Module):
             generator: what draws.
         """
         check_evaluation(self)
+        check_tensor("source", source, "of ids (batch, tokens)")
         if source.dim() != 2 or not source.numel():
             raise ValueError(
                 f"source: its shape is {tuple(source.shape)}; it must be (batch, tokens), 1 or more of both"
             )
         check_ids("source", source, self.source_vocab)
         choice = Choice(temperature, top_k, top_p, generator)
-        first = source.new_tensor([[whole_id("start", start, self.vocab)]]).expand(len(source), 1)
+        start = check_integer("start", start, 0, self.vocab - 1)
+        first = source.new_tensor([[start]]).expand(len(source), 1)
         stops = check_request(first, max_new_tokens, stop, choice, vocab=self.vocab)
         memory, caches = self.begin(self.encode(source, source_over), max_new_tokens)
 
@@ -374,6 +394,13 @@ class Transformer(nn.Module):
         where = sinusoids(first, first + ids.shape[-1], self.d_model, tokens.weight)
         x = tokens(ids) * math.sqrt(self.d_model) + where
         return thinned(x, self.dropout) if self.training and self.dropout else x
+
+
+def _two(layers: object) -> list[int]:
+    """How many layers the encoder and the decoder have."""
+    if isinstance(layers, Sequence) and len(layers) == 2:
+        return check_integers("layers", layers, 1, LAYERS)
+    return [check_integer("layers", layers, 1, LAYERS, hint="or a pair of them: of the encoder and of the decoder")] * 2
 
 
 def _check_padding(name: str, over: object) -> None:
@@ -395,6 +422,7 @@ def embedding(count: int, features: int) -> nn.Embedding:
 
 def check_ids(name: str, ids: Tensor, count: int, whose: str = "the vocabulary's") -> None:
     """Raise where numbers are not rows of an embedding, such as ids of a vocabulary."""
+    check_tensor(name, ids, "of ids (..., tokens)")
     if ids.dtype not in (torch.int64, torch.int32):
         raise ValueError(f"{name}: they are {ids.dtype}; they must be torch.int64 or torch.int32")
     if numbers_hidden(ids) or not ids.numel():
