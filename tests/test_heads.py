@@ -78,9 +78,9 @@ def test_select_is_a_view(over):
     torch.testing.assert_close(view.outputs, heads.outputs[:, [3, 0], 2:9])
     torch.testing.assert_close(view.received(), wanted.sum(-2))
     torch.testing.assert_close(heads.select(heads=torch.arange(6) < 2).weights, heads.weights[:, :2])
-    with pytest.raises(ValueError, match=r"heads: 6 is out of reach; there are 6"):
+    with pytest.raises(ValueError, match=r"heads must be integers in \[-6, 5\], for there are 6, got 6"):
         heads.select(heads=6)
-    with pytest.raises(ValueError, match=r"queries: 0.5 is out of reach"):
+    with pytest.raises(ValueError, match=r"queries must be integers in \[-11, 10\], for there are 11, got 0\.5"):
         heads.select(queries=0.5)
 
 
@@ -278,12 +278,15 @@ def test_it_is_a_pytree():
 def test_messages():
     _, _, heads = looked()
     for make, message in [
-        (lambda: heads.mass("last"), "on: 'last' is none of"),
+        (
+            lambda: heads.mass("last"),
+            r"on must be one of \['self', 'previous', 'next', 'first'\], an integer or a tensor, got 'last'",
+        ),
         (lambda: heads.mass(torch.rand(11)), r"on: it is torch.float32 of shape \(11,\); it must be a bool tensor"),
         (lambda: heads.mass(torch.ones(10).bool()), r"on: it is torch.bool of shape \(10,\)"),
-        (lambda: heads.top(12), "k: it is 12; there are 11 keys"),
-        (lambda: heads.heatmap(0), "size: it is 0; it must be 1 or more"),
-        (lambda: heads.plot(batch=3), "batch: it is 3; there are 3 rows"),
+        (lambda: heads.top(12), r"k must be an integer in \[1, 11\], got 12; there are 11 keys"),
+        (lambda: heads.heatmap(0), r"size must be an integer in \[1, 2147483647\], got 0"),
+        (lambda: heads.plot(batch=3), r"batch must be an integer in \[0, 2\], got 3"),
         (lambda: heads.plot(tokens=["a"]), "tokens: there are 1 names for 11 keys"),
     ]:
         with pytest.raises(ValueError, match=message):

@@ -80,7 +80,7 @@ def test_parts(views):
     torch.testing.assert_close(both.weights, whole[..., 1:2, chosen])
     torch.testing.assert_close(heads[..., 1, 4:7], whole[..., 1, 4:7])
     torch.testing.assert_close(heads[..., -1], whole[..., -1])
-    with pytest.raises(ValueError, match="edges: 99 is out of reach"):
+    with pytest.raises(ValueError, match=r"edges must be integers in \[-30, 29\], for there are 30, got 99"):
         heads.select(edges=99)
 
 
@@ -148,7 +148,7 @@ def test_ranking():
     dynamic = MultiHeadAttention(6, num_heads=2, score="gatv2")(x, over=graph)[1]
     assert (dynamic.agreement() < 0.999).all()
     assert dynamic.select(heads=[1]).agreement().shape == (1,)
-    with pytest.raises(ValueError, match="at least two are compared"):
+    with pytest.raises(ValueError, match=r"queries must be an integer in \[2, 2147483647\], got 1"):
         dynamic.agreement(1)
 
 

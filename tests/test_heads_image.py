@@ -263,16 +263,22 @@ def test_what_is_wrong_is_said():
         (lambda: on_graph.around(1), "this attention is on a graph"),
         (lambda: on_graph.plot(image=photo), "this attention is on a graph"),
         (lambda: plain.around(1, grid=(6, 7)), "6 x 7 are 42 points, but there are 35 keys"),
-        (lambda: plain.around(1, grid=(0, 7)), "grid: it is .0, 7.; it must be whole numbers"),
+        (
+            lambda: plain.around(1, grid=(0, 7)),
+            r"grid\[0\] must be an integer in \[1, 2147483647\], got 0; it is \(height, width\)",
+        ),
         (lambda: on_grid.around(1, grid=(7, 5)), "but the keys of this attention stand on"),
         (
             lambda: on_grid.around(-1),
-            "reach: it is -1; it must be a whole number, 0 or more, or one for each of 2 axes",
+            r"reach must be an integer in \[0, 2147483647\], got -1",
         ),
         (lambda: on_grid.around((1, 1, 1)), "or one for each of 2 axes"),
-        (lambda: on_grid.plot(at=(5, 0)), "at: it is .5, 0.; it must be a point of 5 x 7 queries"),
-        (lambda: on_grid.plot(at="cls"), "at: it is 'cls'; it must be a point"),
-        (lambda: on_grid.plot(at=35), "at: it is 35; there are 35 queries"),
+        (lambda: on_grid.plot(at=(5, 0)), r"at\[0\] must be an integer in \[0, 4\], got 5"),
+        (
+            lambda: on_grid.plot(at="cls"),
+            r"at must be a point of 5 x 7 queries, \(row, column\), or a query's number, got 'cls'",
+        ),
+        (lambda: on_grid.plot(at=35), r"at must be an integer in \[0, 34\], got 35; there are 35 queries"),
         (lambda: on_grid.select(queries=[3]).plot(at=(1, 1)), "query 8 is not among those that this view looks at"),
         (lambda: looked(36, queries=1).plot(grid=(5, 7)), "no query is a point of the grid; pass a query's number"),
         (lambda: solid.plot(image=photo), "the grid has 3 axes, and this picture two"),
@@ -286,7 +292,7 @@ def test_what_is_wrong_is_said():
             "image: it is 'photo.png', the name of a file; open it first: PIL.Image.open",
         ),
         (lambda: on_grid.plot(image=Path("photo.png")), "image: it is 'photo.png', the name of a file"),
-        (lambda: on_grid.plot(around=-1), "around: it is -1; it must be a whole number, 0 or more"),
+        (lambda: on_grid.plot(around=-1), r"around must be an integer in \[0, 2147483647\], got -1"),
         (
             lambda: on_grid.plot(image=photo, around=1),
             "around: it draws the average over all queries, which stands nowhere",
@@ -295,7 +301,7 @@ def test_what_is_wrong_is_said():
         (lambda: on_grid.plot(image=photo, tokens=["a"]), "tokens: it is for heat-maps"),
         (lambda: on_grid.plot(image=photo, size=64), "size: it is for heat-maps"),
         (lambda: on_grid.plot(around=1, size=64), "size: it is for heat-maps"),
-        (lambda: on_grid.plot(image=photo, batch=1), "batch: it is 1"),
+        (lambda: on_grid.plot(image=photo, batch=1), r"batch must be an integer in \[0, 0\], got 1"),
     ]:
         with pytest.raises(ValueError, match=message):
             make()

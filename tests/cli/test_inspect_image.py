@@ -191,7 +191,7 @@ def test_a_photograph_is_turned_upright():
             "model: 'vit-base' is no folder and no installed package, and no id of the Hugging Face Hub: these are owner/name",
         ),
         (["--image", "photo.png", "--model", "vit", "--at", "x"], "at: it is 'x'; it must be ROW,COLUMN"),
-        (["--image", "photo.png", "--model", "vit", "--at", "8,0"], "at: it is (8, 0); it must be a point of 8 x 8"),
+        (["--image", "photo.png", "--model", "vit", "--at", "8,0"], "at[0] must be an integer in [0, 7], got 8"),
         (["--image", "photo.png", "--model", "vit", "--treebank", "f"], "treebank: it is for texts"),
         (["--image", "photo.png", "--model", "odd"], "preprocessor_config.json: it is no JSON"),
         (["--image", "photo.png", "--model", "vit", "--out", "no/page.html"], "out: there is no folder no"),

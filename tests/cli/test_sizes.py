@@ -182,7 +182,7 @@ def test_it_is_quick() -> None:
     ("arguments", "message"),
     [
         (["gpt5"], "polyhead sizes: no size has 'gpt5' in its name; there are bert-base, .*, mistral-7b"),
-        (["--context", "0"], "polyhead sizes: --context: it is 0; it must be 1 or more"),
+        (["--context", "0"], r"polyhead sizes: --context must be an integer in \[1, 2147483647\], got 0"),
     ],
 )
 def test_what_is_wrong_is_said(arguments: list[str], message: str) -> None:

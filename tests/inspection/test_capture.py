@@ -348,7 +348,7 @@ def test_lasting_copies():
             lambda: badly_edited(),
             r"change: it returned \(1, 4\) for Own; it must return outputs of shape \(2, 5, 6, 4\)",
         ),
-        (lambda: recorded(Own(), heads=[7]), r"heads: \[7\] is out of reach; there are 5"),
+        (lambda: recorded(Own(), heads=[7]), r"heads must be integers in \[-5, 4\], for there are 5, got \[7\]"),
         (lambda: recorded(Own(), metrics=["spread"]), "metrics: 'spread' is none of 'entropy', "),
     ],
 )
@@ -417,16 +417,21 @@ def test_layers_by_the_module_around_them():
     for layers, wanted in ((["0"], ["0", "0#1"]), (["1.inner"], ["1.inner", "1.inner#1"]), ([4], ["1"])):
         assert list(recorded(model, x, layers=layers)) == wanted
     with pytest.raises(KeyError, match="'0' was not recorded: layers chose none of 0, 0#1"):
-        recorded(model, x, layers=["2"])["0"]
+        recorded(model, x, layers=[9])["0"]
+    with pytest.raises(
+        ValueError,
+        match=r"layers\[0\] must be the name of a module of the model, in which \* stands for anything, got '2'; there are Sequential, 0, 0\.packed and more",
+    ):
+        recorded(model, x, layers=["2"])
 
 
 @pytest.mark.parametrize(
     "options, message",
     [
         ({"layers": "1.*"}, r"layers: it is '1.\*'; it must be a list of numbers from 0, or names"),
-        ({"layers": [-1]}, r"layers: it is \[-1\]"),
+        ({"layers": [-1]}, r"layers\[0\] must be an integer in \[0, 2147483647\], got -1"),
         ({"layers": 3}, "layers: it is 3"),
-        ({"heads": 2}, "heads: it is 2; it must be a list of numbers"),
+        ({"heads": 2}, r"heads must be a list of integers in \[-1048576, 1048576\], got 2"),
         ({"metrics": "entropy"}, "metrics: it is 'entropy'; it must be a list of names of metrics"),
     ],
 )

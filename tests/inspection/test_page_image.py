@@ -132,7 +132,7 @@ def test_what_is_wrong_is_said(patches):
         (lambda: report(patches, image=PHOTO, grid=GRID, texts={"layer.1": TEXT}), "'layer.1' is laid over the image"),
         (lambda: report(patches, image=PHOTO), "image: no layer has a grid of rows and columns; pass grid="),
         (lambda: report(patches, image=PHOTO, grid=(14, 14)), "image: no layer has a grid"),
-        (lambda: report(patches, image=PHOTO, grid=GRID, at=(5, 0)), "at: it is .5, 0."),
+        (lambda: report(patches, image=PHOTO, grid=GRID, at=(5, 0)), r"at\[0\] must be an integer in \[0, 4\], got 5"),
         (lambda: report(patches, image="photo.png", grid=GRID), "image: it is 'photo.png', the name of a file"),
         (lambda: report(patches["layer.0"].select(queries=[3]), image=PHOTO, grid=GRID), "a view on some queries"),
     ]:

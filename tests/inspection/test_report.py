@@ -248,7 +248,7 @@ def test_bad_input_is_named():
         report(mha(torch.randn(0, 32))[1])
     with pytest.raises(ValueError, match="has 3 queries, but the text has 2 pieces"):
         report(heads, texts=Text.of_words("ab"))
-    with pytest.raises(ValueError, match="star: there is no L0H7"):
+    with pytest.raises(ValueError, match=r"star must be \(layer, head\) of one of 1 layers, got \(0, 7\)"):
         report(heads, star=(0, 7))
     with pytest.raises(ValueError, match="cards: there is no L2H0"):
         report(heads, cards=[Card(2, 0, "broad", 0.5, 0.1, 3, 0.4, 0.6)])

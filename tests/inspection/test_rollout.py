@@ -29,5 +29,5 @@ def test_what_is_wrong_is_said():
         rollout({}, 0)
     with pytest.raises(ValueError, match=r"seen: the layers have \(queries, keys\) \[\(5, 4\), \(5, 5\)\]"):
         rollout({"a": square, "b": cross}, 0)
-    with pytest.raises(ValueError, match="token: it is 5; there are 5"):
+    with pytest.raises(ValueError, match=r"token must be an integer in \[-5, 4\], got 5"):
         rollout({"a": square}, 5)

@@ -210,7 +210,7 @@ def test_it_is_written_in_one_line():
 @pytest.mark.parametrize(
     ("x", "more", "message"),
     [
-        ([[1.0]], {}, r"x: it is list; it must be a tensor \(\.\.\., items, features\)"),
+        ([[1.0]], {}, r"x must be a tensor \(\.\.\., items, features\), got list"),
         (torch.ones(3), {}, r"x: its shape is \(3,\); it must be \(\.\.\., items, features\)"),
         (torch.ones(0, 3), {}, r"x: its shape is \(0, 3\); there must be an item at the least"),
         (torch.ones(3, 4).long(), {}, "x: it is torch.int64; it must be real and floating-point"),
@@ -218,9 +218,9 @@ def test_it_is_written_in_one_line():
         (torch.full((3, 4), math.nan), {}, "x: it has numbers that are not finite"),
         (torch.full((3, 4), math.inf), {}, "x: it has numbers that are not finite"),
         (torch.full((3, 4), 1e200, dtype=torch.float64), {}, "x: its scores have numbers that are not finite"),
-        (torch.ones(3, 4), {"scale": 0.0}, "scale: it is 0.0; it must be finite and more than 0"),
-        (torch.ones(3, 4), {"scale": math.inf}, "scale: it is inf; it must be finite and more than 0"),
-        (torch.ones(3, 4), {"layer": torch.nn.Linear(4, 4)}, "layer: it is Linear; it must be a MultiHeadAttention"),
+        (torch.ones(3, 4), {"scale": 0.0}, r"scale must be a number in \(0, inf\), got 0\.0"),
+        (torch.ones(3, 4), {"scale": math.inf}, r"scale must be a number in \(0, inf\), got inf"),
+        (torch.ones(3, 4), {"layer": torch.nn.Linear(4, 4)}, "layer must be a MultiHeadAttention, got Linear"),
         (torch.ones(3, 4), {"layer": MultiHeadAttention(6, 2)}, r"x: its shape is \(3, 4\); it must be \(\.\.\., items, 6\)"),
         (torch.ones(3, 6), {"layer": MultiHeadAttention(6, 2), "scale": 1.0}, "scale: it is 1.0, but the layer's score has its own"),
         (torch.ones(4, 8), {"layer": MultiHeadAttention(8, 2, position=Rotary(axes=2))}, r"position: Rotary is for a grid of 2 axes"),

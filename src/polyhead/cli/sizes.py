@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from polyhead._checks import check_integer
 from polyhead.models import bert, gpt, llama
 from polyhead.models.causal import CausalModel
 from polyhead.nn import TransformerLayer
@@ -90,8 +91,8 @@ def _forget_output() -> None:
 
 def sizes(names: Sequence[str] = (), *, context: int | None = None) -> Iterator[Size]:
     """The sizes whose name has one of `names` in it, all without any; tokens attend to `context` keys at most."""
-    if context is not None and context < 1:
-        raise ValueError(f"--context: it is {context}; it must be 1 or more")
+    if context is not None:
+        check_integer("--context", context)
     known = {
         **{f"bert-{name}": (bert.Bert, config, bert.PUBLISHED.get(name)) for name, config in bert.SIZES.items()},
         **{

@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from polyhead._checks import as_tensor, shown
 from polyhead.kernels.ask import AnyPart
 from polyhead.neighbourhood import Graph
 
@@ -48,12 +49,14 @@ def pick(axis: str, own: Int[Tensor, " own"], index: Index) -> Int[Tensor, " som
     """Which of its own numbers a view keeps on an axis."""
     if isinstance(index, slice):
         return own[index]
-    at = torch.as_tensor(index, device=own.device).reshape(-1)
+    at = as_tensor(axis, index, "of integers, a list of them, one, or a slice").to(own.device).reshape(-1)
     if at.dtype == torch.bool:
         at = at.nonzero()[:, 0] if len(at) == len(own) else at
     if not len(at):
         return own[:0]
-    whole = not at.is_floating_point() and at.dtype != torch.bool
+    whole = not at.is_floating_point() and not at.is_complex() and at.dtype != torch.bool
     if not whole or not -len(own) <= int(at.min()) <= int(at.max()) < len(own):
-        raise ValueError(f"{axis}: {index!r} is out of reach; there are {len(own)}")
+        raise ValueError(
+            f"{axis} must be integers in [{-len(own)}, {len(own) - 1}], for there are {len(own)}, got {shown(index)}"
+        )
     return own[at]

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from polyhead._torch import whole
+from polyhead._checks import check_integer, check_integers, is_integer, shown
 from polyhead.kernels import metrics
 from polyhead.kernels.ask import AnyPart
 from polyhead.kernels.edge_metrics import EdgePart
@@ -25,6 +24,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 At = int | Sequence[int]
+# Points around a query that are told apart at most.
+_AROUND = 2**24
 
 
 class Points(NamedTuple):
@@ -37,22 +38,19 @@ class Points(NamedTuple):
     def number(self, at: At | None) -> int:
         """A query's number: given as one, or as a point; the point in the middle unless given."""
         outputs = self.lattice.outputs
-        if whole(at):
-            total, number = self.queries + math.prod(outputs), operator.index(cast(int, at))
-            if not 0 <= number < total:
-                raise ValueError(f"at: it is {at}; there are {total} queries, counted from 0")
-            return number
+        if is_integer(at):
+            total = self.queries + math.prod(outputs)
+            return check_integer("at", at, 0, total - 1, hint=f"there are {total} queries")
         if not math.prod(outputs):
             raise ValueError("at: no query is a point of the grid; pass a query's number, such as 0 for [CLS]")
         place: Any = tuple(n // 2 for n in outputs) if at is None else at
-        inside = lambda: all(whole(i) and 0 <= i < n for i, n in zip(place, outputs, strict=True))
-        if not isinstance(place, Sequence) or len(place) != len(outputs) or not inside():
+        if not isinstance(place, Sequence) or isinstance(place, str) or len(place) != len(outputs):
             raise ValueError(
-                f"at: it is {at!r}; it must be a point of {written(outputs)} queries, (row, column), or a query's number"
+                f"at must be a point of {written(outputs)} queries, (row, column), or a query's number, got {shown(at)}"
             )
         number = 0
-        for i, n in zip(place, outputs, strict=True):
-            number = number * n + operator.index(i)
+        for axis, (i, n) in enumerate(zip(place, outputs, strict=True)):
+            number = number * n + check_integer(f"at[{axis}]", i, 0, n - 1)
         return self.queries + number
 
     def asking(self, number: int) -> Asking:
@@ -80,9 +78,9 @@ def points_of(part: AnyPart, grid: Sequence[int] | None) -> Points:
             f"grid: {part.call.over!r} does not say where items stand; pass grid=(height, width), such as (14, 14) for 196 "
             "patches behind [CLS]"
         )
-    given = tuple(grid) if isinstance(grid, Sequence) else (grid,)
-    if not given or not all(whole(n) and n > 0 for n in given):
-        raise ValueError(f"grid: it is {grid!r}; it must be whole numbers, 1 or more: (height, width)")
+    given = tuple(check_integers("grid", [grid] if is_integer(grid) else grid, hint="it is (height, width)"))
+    if not given:
+        raise ValueError("grid must be (height, width), got ()")
     number = math.prod(given)
     if number > sizes.keys:
         raise ValueError(f"grid: {written(given)} are {number} points, but there are {sizes.keys} keys")
@@ -97,11 +95,10 @@ def averaged_around(
     """The weights by where the key stands from the query: see `Heads.around`; `name` is what the caller calls the reach."""
     assert isinstance(part, Part)
     sizes = points.lattice.sizes
-    each = tuple(reach) if isinstance(reach, Sequence) else (reach,) * len(sizes)
-    if len(each) != len(sizes) or not all(whole(n) and n >= 0 for n in each):
-        raise ValueError(
-            f"{name}: it is {reach!r}; it must be a whole number, 0 or more, or one for each of {len(sizes)} axes"
-        )
+    each = (check_integer(name, reach, 0),) * len(sizes) if is_integer(reach) else tuple(check_integers(name, reach, 0))
+    if len(each) != len(sizes):
+        raise ValueError(f"{name} must be an integer, or one for each of {len(sizes)} axes, got {shown(reach)}")
+    check_integer(f"{name}: the number of points around a query", math.prod(2 * n + 1 for n in each), 1, _AROUND)
     asking = part.numbers("queries")
     asking = asking[asking >= points.queries]
     at = points.lattice.queries(part.call.q.device)

@@ -13,6 +13,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from polyhead._checks import check_integer
 from polyhead.heads.origin import WATCHED, WEIGHTS_NEED, Origin, versions
 from polyhead.heads.parts import Index, chosen, narrowed, one, pick
 from polyhead.heads.points import At, averaged_around, drawn_around, drawn_from, points_of
@@ -110,8 +111,7 @@ class Heads(AsTensor):
         """A view on one row of the batch, counted over all batch axes, which stay."""
         part, origin = self._fresh("v", "outputs", "W_O", "gate"), self._origin
         lead = self.shape[: -len(part.axes)]
-        if not 0 <= batch < lead.numel():
-            raise ValueError(f"batch: it is {batch}; there are {lead.numel()} rows")
+        batch = check_integer("batch", batch, 0, lead.numel() - 1)
         at = tuple(one(int(i), n) for i, n in zip(np.unravel_index(batch, lead), lead, strict=True)) if lead else ()
         view = self._with(narrowed(part, list(at)))
         lse = None if origin.lse is None else origin.lse[at]
@@ -158,10 +158,10 @@ class Heads(AsTensor):
         if name == "mass":
             question = mass_question(about[0], len(part.numbers("queries")), part.keys_seen, self.device)
             return question._replace(moved=moved)
-        if name == "top" and (type(about[0]) is not int or not 1 <= about[0] <= part.keys_seen):
-            raise ValueError(f"k: it is {about[0]}; there are {part.keys_seen} keys")
-        if name == "heatmap" and (type(about[0]) is not int or about[0] < 1):
-            raise ValueError(f"size: it is {about[0]}; it must be 1 or more")
+        if name == "top":
+            about = [check_integer("k", about[0], 1, part.keys_seen, hint=f"there are {part.keys_seen} keys")]
+        if name == "heatmap":
+            about = [check_integer("size", about[0])]
         return Question(name, tuple(about), moved)
 
     def _check_counts(self, counts: object) -> None:
@@ -217,8 +217,9 @@ class Heads(AsTensor):
         """
         call = self._fresh().call
         number = call.sizes.queries
-        if queries < 2 or number < 2:
-            raise ValueError(f"queries: it is {queries}, of {number}; at least two are compared")
+        queries = check_integer("queries", queries, 2)
+        if number < 2:
+            raise ValueError(f"queries: at least two are compared, and this attention has {number}")
         chosen = torch.linspace(0, number - 1, min(queries, number), device=self.device).long()
         answer = metrics.agreement(call, chosen)
         return answer if self._part.heads is None else answer.index_select(-1, self._part.heads)

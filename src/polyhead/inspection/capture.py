@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import fnmatch
 import functools
 import threading
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
+from polyhead._checks import HEADS, check_integer, check_integers, is_integer
 from polyhead._torch import under_transform
 from polyhead.attend import run
 from polyhead.heads import Heads, Metric, Origin
@@ -55,8 +57,9 @@ def capture(
     """
     if not isinstance(model, nn.Module):
         raise ValueError(f"model: it is {type(model).__name__}; it must be a torch.nn.Module")
-    _check("layers", layers, lambda x: isinstance(x, str) or (type(x) is int and x >= 0), "numbers from 0, or names")
-    _check("heads", heads, lambda x: type(x) is int, "numbers")
+    _check("layers", layers, lambda x: isinstance(x, str) or is_integer(x), "numbers from 0, or names")
+    layers = None if layers is None else [_known(model, place, layer) for place, layer in enumerate(layers)]
+    heads = None if heads is None else check_integers("heads", heads, -HEADS, HEADS)
     _check(
         "metrics", metrics, lambda x: isinstance(x, (str, tuple)), "names of metrics, or tuples of a name and arguments"
     )
@@ -77,6 +80,22 @@ def _check(name: str, given: object, fits: Callable[[Any], bool], what: str) -> 
         return
     if not isinstance(given, Sequence) or isinstance(given, str) or not all(fits(item) for item in given):
         raise ValueError(f"{name}: it is {given!r}; it must be a list of {what}")
+
+
+def _known(model: nn.Module, place: int, layer: int | str) -> int | str:
+    """A layer as it was asked for; a `ValueError` where no call of the model can have that name."""
+    if not isinstance(layer, str):
+        return check_integer(f"layers[{place}]", layer, 0)
+    # a second call of one module is called name#1
+    asked = {layer, layer.rpartition("#")[0] or layer}
+    names = [type(model).__name__, *(name for name, _ in model.named_modules() if name)]
+    if not any(_is_of(name, pattern) for name in names for pattern in asked):
+        near = difflib.get_close_matches(layer, names, 3, 0.5) or names[:3]
+        raise ValueError(
+            f"layers[{place}] must be the name of a module of the model, in which * stands for anything, got {layer!r}; there are "
+            f"{', '.join(near)}{' and more' if len(near) < len(names) else ''}"
+        )
+    return layer
 
 
 def _is_of(name: str, pattern: str) -> bool:

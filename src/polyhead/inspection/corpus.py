@@ -14,6 +14,8 @@ from os import PathLike
 from pathlib import Path
 from typing import NamedTuple
 
+from polyhead._checks import check_integer
+
 Pair = tuple[int, int]
 _GAP_COLUMNS = (
     "ID", "Text", "Pronoun", "Pronoun-offset", "A", "A-offset", "A-coref", "B", "B-offset", "B-coref", "URL",
@@ -60,6 +62,8 @@ def known(words: Sequence[str]) -> Sentence | None:
 
 def some(sentences: Iterable[Sentence], most: int = 600, *, shortest: int = 5, longest: int = 40) -> list[Sentence]:
     """The first sentences of ordinary length: of a whole treebank these are enough."""
+    most, shortest = check_integer("most", most, 0), check_integer("shortest", shortest, 0)
+    longest = check_integer("longest", longest, shortest)
     return [sentence for sentence in sentences if shortest <= len(sentence.words) <= longest][:most]
 
 
@@ -184,7 +188,7 @@ def _word(place: str, row: str, line: int, before: int) -> Iterator[_Word]:
         return
     if number != str(before + 1):
         raise ValueError(f"{place}: the word's number is {number!r}; it must be {before + 1}")
-    if not head.isdecimal():
+    if not _is_number(head):
         raise ValueError(
             f"{place}: the number of the word's head is {head!r}; it must be a whole number, 0 for the root"
         )
@@ -210,10 +214,15 @@ def _sentence(name: str, words: list[_Word], comments: Mapping[str, tuple[str, i
 # pairs and names
 
 
+def _is_number(text: str) -> bool:
+    """Whether this is written as a whole number, of no more digits than a file can have words or letters."""
+    return text.isdecimal() and len(text) < 10
+
+
 def _numbered(place: str, pair: str, words: tuple[str, ...]) -> Pair:
     """A pair of numbers from 1, such as 9>2."""
     ends = pair.split(">")
-    if len(ends) != 2 or not all(end.isdecimal() for end in ends):
+    if len(ends) != 2 or not all(map(_is_number, ends)):
         raise ValueError(f"{place}: {pair!r} is no pair; it must be two numbers of words, such as 9>2")
     start, end = (_number(place, number, words) for number in ends)
     return start, end
@@ -238,7 +247,7 @@ def _named(place: str, name: str, words: tuple[str, ...]) -> int:
     if there:
         numbers = " and ".join(str(number + 1) for number in there)
         raise ValueError(f"{place}: {name!r} stands there as word {numbers}; write the number of the one that is meant")
-    if name.isdecimal():
+    if _is_number(name):
         return _number(place, name, words)
     raise ValueError(f"{place}: there is no word {name!r} in {' '.join(words)!r:.80}")
 
@@ -256,7 +265,7 @@ def _chosen(place: str, entry: Mapping[str, str], names: str) -> Sentence:
 
     def span(column: str) -> tuple[int, ...]:
         offset = entry[f"{column}-offset"]
-        begin = int(offset) if offset.isdecimal() else -1
+        begin = int(offset) if _is_number(offset) else -1
         end = begin + len(entry[column])
         if begin < 0 or text[begin:end] != entry[column]:
             raise ValueError(f"{place}: {column} is {entry[column]!r}, which does not stand at {offset!r} of its text")

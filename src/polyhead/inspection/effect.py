@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from polyhead._checks import LARGEST_INT64, check_integer, check_number, check_tensor
 from polyhead.inspection.capture import NOTHING_SEEN, Seen, capture
 
 Loss = Callable[[], Tensor]
@@ -237,7 +238,10 @@ def masked_lm(
         keep: True for tokens that are never hidden, such as special ones and padding.
         seed: which ones.
     """
-    generator = torch.Generator().manual_seed(seed)
+    check_tensor("ids", ids, "(batch, tokens)")
+    check_integer("mask_id", mask_id, 0)
+    check_number("share", share, 0, 1)
+    generator = torch.Generator().manual_seed(check_integer("seed", seed, 0, LARGEST_INT64))
     hidden = (torch.rand(ids.shape, generator=generator) < share).to(ids.device)
     hidden = hidden if keep is None else hidden & ~keep
     if not hidden.any():

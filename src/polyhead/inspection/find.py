@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from polyhead._checks import WrongType, check_integer, check_integers, is_integer, kind_of
 from polyhead.heads import Heads
 from polyhead.inspection.capture import NOTHING_SEEN, Seen, capture
 from polyhead.inspection.corpus import Sentence, shipped
@@ -25,6 +26,8 @@ Around = tuple[tuple[int, ...], tuple[int, ...]]
 Run = Callable[[Tensor], Any]
 # Tokens that are read together, and numbers in one block of weights: no more memory than that.
 _TOKENS, _BLOCK = 512, 1 << 22
+# Ids to draw from at most; tokens of a text, and texts.
+_IDS, _DRAWN = 2**24, 2**20
 # Random tokens that are read twice.
 _REPEATED = 25
 
@@ -163,11 +166,16 @@ def induction(
         length: how many tokens are drawn; twice as many are read.
         rows: how many texts.
     """
-    drawn = torch.arange(ids) if isinstance(ids, int) else torch.as_tensor(ids)
-    if not len(drawn) or length < 2:
-        raise ValueError(
-            f"ids, length: {length} tokens of {len(drawn)} ids are drawn; it must be 2 or more, of 1 or more"
-        )
+    if not isinstance(model, nn.Module):
+        raise WrongType(f"model must be a torch.nn.Module, got {kind_of(model)}")
+    drawn = (
+        torch.arange(check_integer("ids", ids, 1, _IDS))
+        if is_integer(ids)
+        else torch.tensor(check_integers("ids", ids, 0))
+    )
+    if not len(drawn):
+        raise ValueError("ids must be 1 or more to draw from, got none")
+    length, rows = check_integer("length", length, 2, _DRAWN), check_integer("rows", rows, 1, _DRAWN)
     with torch.no_grad(), _evaluating(model):
         where, count = _copying(lambda ids: _seen(model, run, ids), drawn, ((), ()), length, rows)
     if not where:

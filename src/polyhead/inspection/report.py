@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from polyhead._checks import shown
 from polyhead.heads import Heads
 from polyhead.inspection.imaged import blank, coarse, embedded, entire, imaged
 from polyhead.inspection.record import EDGES, Blobs, Layer, layer_of, layers_record, telling
@@ -129,7 +130,7 @@ def report(
     picture = _image(image, at, star, layers, notes)
     known = {(layer.number, head) for layer in layers for head in layer.heads}
     if star is not None and star not in known:
-        raise ValueError(f"star: there is no L{star[0]}H{star[1]} among {len(layers)} layers")
+        raise ValueError(f"star must be (layer, head) of one of {len(layers)} layers, got {shown(star)}")
     for card in cards:
         if (card.layer, card.head) not in known:
             raise ValueError(f"cards: there is no {card.name} among {len(layers)} layers")

@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from polyhead._checks import WrongType, check_integer, kind_of
 from polyhead.heads import Heads
 
 
@@ -21,6 +22,8 @@ def rollout(seen: Mapping[str, Heads], token: int) -> Float[Tensor, "... tokens"
         seen: self-attention from the first layer to the last, as `capture` gives it.
         token: its number.
     """
+    if not isinstance(seen, Mapping) or not all(isinstance(heads, Heads) for heads in seen.values()):
+        raise WrongType(f"seen must be what capture records, a mapping to Heads, got {kind_of(seen)}")
     layers = list(seen.values())
     if not layers:
         raise ValueError("seen: it is empty; there must be a layer at the least")
@@ -30,8 +33,7 @@ def rollout(seen: Mapping[str, Heads], token: int) -> Float[Tensor, "... tokens"
         raise ValueError(
             f"seen: the layers have (queries, keys) {sorted(sizes)}; all must be self-attention of one length"
         )
-    if not -tokens <= token < tokens:
-        raise ValueError(f"token: it is {token}; there are {tokens}")
+    token = check_integer("token", token, -tokens, tokens - 1)
     last = layers[-1]
     row = torch.zeros(
         *last.shape[:-3], tokens, dtype=torch.promote_types(last.dtype, torch.float32), device=last.device

@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from polyhead._checks import WrongType, check_number, check_tensor, kind_of
 from polyhead.kernels.call import Call, to_heads
 from polyhead.kernels.metrics import BLOCK
 from polyhead.kernels.reference import scores, softmax, through_sink
@@ -124,10 +125,9 @@ def _sizes(call: Call, queries: Tensor) -> Float[Tensor, "... heads rows"]:
 
 
 def _check(x: Tensor, layer: MultiHeadAttention | None, scale: float | None) -> None:
-    if not isinstance(x, Tensor):
-        raise ValueError(f"x: it is {type(x).__name__}; it must be a tensor (..., items, features)")
+    check_tensor("x", x, "(..., items, features)")
     if layer is not None and not isinstance(layer, MultiHeadAttention):
-        raise ValueError(f"layer: it is {type(layer).__name__}; it must be a MultiHeadAttention")
+        raise WrongType(f"layer must be a MultiHeadAttention, got {kind_of(layer)}")
     features = "features" if layer is None else layer.d_model
     if x.dim() < 2 or (layer is not None and x.shape[-1] != layer.d_model):
         raise ValueError(f"x: its shape is {tuple(x.shape)}; it must be (..., items, {features})")
@@ -144,5 +144,5 @@ def _check(x: Tensor, layer: MultiHeadAttention | None, scale: float | None) -> 
         )
     if scale is not None and layer is not None:
         raise ValueError(f"scale: it is {scale}, but the layer's score has its own; it must be left out")
-    if scale is not None and not (math.isfinite(scale) and scale > 0):
-        raise ValueError(f"scale: it is {scale}; it must be finite and more than 0")
+    if scale is not None:
+        check_number("scale", scale, 0, math.inf, "()")

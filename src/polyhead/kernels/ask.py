@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from polyhead._checks import LARGEST, WrongType, check_integer, is_integer, shown
 from polyhead.kernels import edge_metrics, metrics, stream
 from polyhead.kernels.edge_metrics import EdgePart
 from polyhead.kernels.metrics import Part
@@ -44,10 +45,10 @@ def mass_question(on: Place, queries: int, keys: int, device: torch.device) -> Q
         )
     if on == "first":
         return Question("mass_at", (torch.zeros(queries, dtype=torch.long, device=device),))
-    offset = _OFFSETS.get(on) if isinstance(on, str) else on
-    if not isinstance(offset, int) or isinstance(offset, bool):
-        raise ValueError(f"on: {on!r} is none of {[*_OFFSETS, 'first']}, a whole number or a tensor")
-    return Question("mass", (offset,))
+    offset: Any = _OFFSETS.get(on) if isinstance(on, str) else on
+    if not is_integer(offset):
+        raise WrongType(f"on must be one of {[*_OFFSETS, 'first']}, an integer or a tensor, got {shown(on)}")
+    return Question("mass", (check_integer("on", offset, -LARGEST),))
 
 
 # The rounding of a larger log-sum-exp, one number, shows in the weights: it is found anew, in two.
