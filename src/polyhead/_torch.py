@@ -84,13 +84,6 @@ def widened(x: torch.Tensor) -> torch.Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def whole(value: object) -> bool:
-    """Whether this is a whole number: Python's, NumPy's, or one that torch traces as it compiles."""
-    if isinstance(value, (bool, torch.Tensor)):
-        return False
-    return isinstance(value, (int, torch.SymInt)) or hasattr(value, "__index__")
-
-
 def register(kind: type, tensors: tuple[str, ...]) -> None:
     """Make `kind` a pytree: the attributes named are its children, where they are not None; the rest is its structure."""
 

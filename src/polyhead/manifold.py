@@ -8,11 +8,14 @@ from __future__ import annotations
 import abc
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
+
+from polyhead._checks import HEADS, check_integer, check_integers, check_numel, check_tensor
 
 Points = Float[Tensor, "..."]
 Matrices = Float[Tensor, "matrices n k"]
@@ -100,7 +103,7 @@ class Euclidean(Manifold):
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> Points:
-        return torch.randn(shape, generator=generator, dtype=dtype, device=device)
+        return torch.randn(_shape(shape), generator=generator, dtype=dtype, device=device)
 
     def check(self, x: Points) -> tuple[bool, str | None]:
         return (True, None) if x.is_meta or x.isfinite().all() else (False, "it has numbers that are not finite")
@@ -130,8 +133,9 @@ class Stiefel(Manifold):
             raise ValueError(f"metric: it is {self.metric!r}; it must be 'euclidean' or 'canonical'")
         if self.retraction not in ("polar", "cayley"):
             raise ValueError(f"retraction: it is {self.retraction!r}; it must be 'polar' or 'cayley'")
-        if self.heads is not None and (type(self.heads) is not int or self.heads < 1):
-            raise ValueError(f"heads: it is {self.heads!r}; it must be None or a whole number, 1 or more")
+        if self.heads is not None:
+            # equal manifolds are written the same, whatever kind of integer it was
+            object.__setattr__(self, "heads", check_integer("heads", self.heads, 1, HEADS))
 
     def __repr__(self) -> str:
         fields = [(field, getattr(self, field.name)) for field in dataclasses.fields(self)]
@@ -143,18 +147,17 @@ class Stiefel(Manifold):
 
     def tangent(self, x: Points, u: Points) -> Points:
         """Δ = U − X sym(XᵀU): then XᵀΔ is skew-symmetric."""
-        return self._points(_tangent(self.matrices(x), self.matrices(u)), u)
+        return self._points(_tangent(*self._both(x, "u", u)), u)
 
     def gradient(self, x: Points, g: Points) -> Points:
         """G − X sym(XᵀG), or with the canonical metric G − XGᵀX."""
         flow = _tangent if self.metric == "euclidean" else _canonical_gradient
-        return self._points(flow(self.matrices(x), self.matrices(g)), g)
+        return self._points(flow(*self._both(x, "g", g)), g)
 
     def inner(self, x: Points, u: Points, v: Points, *, keepdim: bool = False) -> Tensor:
-        a, b = self.matrices(u), self.matrices(v)
+        (_, a), (y, b) = self._both(x, "u", u), self._both(x, "v", v)
         products = (a * b).sum((-2, -1))
         if self.metric == "canonical":
-            y = self.matrices(x)
             products = products - 0.5 * ((y.mT @ a) * (y.mT @ b)).sum((-2, -1))
         if self.heads is None:
             lead = x.shape[:-2]
@@ -164,7 +167,7 @@ class Stiefel(Manifold):
         return products.repeat_interleave(rows, -1)[..., None] if keepdim else products
 
     def retract(self, x: Points, u: Points) -> Points:
-        a, b = self.matrices(x), self.matrices(u)
+        a, b = self._both(x, "u", u)
         return self._points(_polar(a + b) if self.retraction == "polar" else _cayley(a, b), x)
 
     def transport(self, x: Points, y: Points, u: Points) -> Points:
@@ -179,7 +182,7 @@ class Stiefel(Manifold):
         device: torch.device | str | None = None,
     ) -> Points:
         """Haar's measure: no direction is preferred. The basis of normal numbers that Gram and Schmidt would find."""
-        like = torch.empty(shape, dtype=dtype, device=device)
+        like = torch.empty(_shape(shape), dtype=dtype, device=device)
         normal = self.matrices(like)
         normal = torch.randn(normal.shape, generator=generator, dtype=normal.dtype, device=normal.device)
         basis, triangle = torch.linalg.qr(normal)
@@ -215,7 +218,7 @@ class Stiefel(Manifold):
 
     def matrices(self, x: Points) -> Matrices:
         """x as (matrices, n, k), in fp32 at least."""
-        shape = tuple(x.shape)
+        shape = tuple(check_tensor("x", x, "(..., n, k)").shape)
         if x.dim() < 2:
             raise ValueError(f"x: its shape is {shape}; a point of the Stiefel manifold has two axes or more")
         if self.heads is not None:
@@ -236,9 +239,26 @@ class Stiefel(Manifold):
             raise ValueError(f"x: it is {x.dtype}; it must be real and floating-point")
         return x.reshape(math.prod(x.shape[:-2]), n, k).to(torch.promote_types(x.dtype, torch.float32))
 
+    def _both(self, x: Points, name: str, u: Points) -> tuple[Matrices, Matrices]:
+        """A point and a vector at it as matrices; of one dtype, where the two are rounded differently."""
+        a, b = self.matrices(x), self.matrices(check_tensor(name, u, "of the shape of x"))
+        if x.shape != u.shape or x.device != u.device:
+            raise ValueError(
+                f"{name} must have the shape of x, {tuple(x.shape)}, on its device, got {tuple(u.shape)} on {u.device}"
+            )
+        wide = torch.promote_types(a.dtype, b.dtype)
+        return a.to(wide), b.to(wide)
+
     def _points(self, matrices: Matrices, like: Points) -> Points:
         """Matrices in the shape and dtype of points."""
         return (matrices if self.heads is None else matrices.mT).reshape(like.shape).to(like.dtype)
+
+
+def _shape(shape: Sequence[int]) -> list[int]:
+    """The shape of a tensor that is to be drawn."""
+    known = check_integers("shape", shape, 0)
+    check_numel("the tensor", known)
+    return known
 
 
 def _tolerance(dtype: torch.dtype) -> float:

@@ -399,12 +399,14 @@ def test_destinations_must_have_features(kind: str) -> None:
 
 
 WRONG_OPTIONS: dict[str, dict] = {
-    "heads: it is 0; it must be a whole number, 1 or more": {"heads": 0},
-    "out_channels: it is 0; it must be a whole number, 1 or more": {"out_channels": 0},
-    "edge_dim: it is 1.5; it must be a whole number, 1 or more": {"edge_dim": 1.5},
-    "dropout: it is 1.0; it must be at least 0 and less than 1": {"dropout": 1.0},
-    "in_channels: it is (5, 4, 3); it must be a whole number, or (sources', destinations')": {"in_channels": (5, 4, 3)},
-    "in_channels: it is 0; it must be a whole number": {"in_channels": 0},
+    "heads must be an integer in [1, 1048576], got 0": {"heads": 0},
+    "out_channels must be an integer in [1, 2147483647], got 0": {"out_channels": 0},
+    "edge_dim must be an integer in [1, 2147483647], got 1.5": {"edge_dim": 1.5},
+    "dropout must be a number in [0, 1), got 1.0": {"dropout": 1.0},
+    "in_channels must be an integer, or (sources', destinations')": {"in_channels": (5, 4, 3)},
+    "in_channels must be an integer, or (sources', destinations'), and -1 for as many as the first input has, got 0": {
+        "in_channels": 0
+    },
 }
 
 

@@ -9,11 +9,13 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
+from polyhead._checks import check_tensor
 from polyhead._torch import is_symbolic, record_call, refuse_scripting
 from polyhead.attend import prepare, run
 from polyhead.kernels.reference import weights
 from polyhead.neighbourhood import Causal, Dense, Mask, Neighbourhood, Padding, Window
 from polyhead.nn.attention import MultiHeadAttention
+from polyhead.nn.checks import check_like
 from polyhead.score import Dot
 
 _DOT = Dot()
@@ -104,7 +106,11 @@ class MultiheadAttention(nn.MultiheadAttention):
     def _projected(self, query: Tensor, key: Tensor, value: Tensor, rows: int) -> list[Tensor]:
         """Queries, keys and values by head."""
         maps = zip((query, key, value), *_maps(self), strict=True)
-        return [_by_head(F.linear(x, weight, bias), self.num_heads, rows) for x, weight, bias in maps]
+        try:
+            return [_by_head(F.linear(x, weight, bias), self.num_heads, rows) for x, weight, bias in maps]
+        except RuntimeError:
+            check_like(self, query=query, key=key, value=value)
+            raise
 
     def _lengthened(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values with the learned one and the zero that `add_bias_kv` and `add_zero_attn` append."""
@@ -120,9 +126,9 @@ class MultiheadAttention(nn.MultiheadAttention):
         axes, rows = ("batch, items", 0) if self.batch_first else ("items, batch", 1)
         given = (("query", query, self.embed_dim), ("key", key, self.kdim), ("value", value, self.vdim))
         for name, x, features in given:
-            if x.is_nested:
+            if getattr(x, "is_nested", False):
                 raise ValueError(f"{name}: it is a nested tensor; it must be a padded one, with a key_padding_mask")
-            shape = tuple(x.shape)
+            shape = tuple(check_tensor(name, x, f"({axes}, {features})").shape)
             if len(shape) not in (2, 3) or shape[-1] != features:
                 raise ValueError(
                     f"{name}: its shape is {shape}; it must be ({axes}, {features}), or (items, {features}) without a batch"
@@ -145,6 +151,7 @@ def _check_mask(name: str, mask: Tensor | None, shapes: dict[str, tuple[int, ...
     """Raise for a mask of the wrong dtype or shape; `shapes` are those it may have, by the names of their axes."""
     if mask is None:
         return
+    check_tensor(name, mask, " or ".join(shapes))
     if mask.dtype != torch.bool and not mask.is_floating_point():
         raise ValueError(
             f"{name}: it is {mask.dtype}; it must be bool, True = no attention, or floating-point numbers to add"

@@ -8,10 +8,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from polyhead._checks import check_number, shown
 from polyhead.kernels.stiefel import Rule
 from polyhead.manifold import Euclidean, Manifold
 from polyhead.optim.base import Group, Optimizer
-from polyhead.optim.checks import check_number
 
 
 class Adam(Optimizer):
@@ -57,9 +57,11 @@ class Adam(Optimizer):
     def check_options(self, group: Group) -> None:
         super().check_options(group)
         betas = group["betas"]
-        if not isinstance(betas, (tuple, list)) or len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
-            raise ValueError(f"betas: they are {betas!r}; they must be two numbers, at least 0 and less than 1")
-        check_number("eps", group["eps"])
+        if not isinstance(betas, (tuple, list)) or len(betas) != 2:
+            raise ValueError(f"betas must be two numbers in [0, 1), got {shown(betas)}")
+        for place, beta in enumerate(betas):
+            check_number(f"betas[{place}]", beta, 0, 1, "[)")
+        check_number("eps", group["eps"], 0, math.inf, "[)")
         if group["second_moment"] not in ("elementwise", "scalar"):
             raise ValueError(f"second_moment: it is {group['second_moment']!r}; it must be 'elementwise' or 'scalar'")
 

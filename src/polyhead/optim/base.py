@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from polyhead._checks import check_number
 from polyhead.kernels import stiefel
 from polyhead.kernels.many import count, finite
 from polyhead.manifold import Euclidean, Manifold
-from polyhead.optim.checks import check_number, check_state, check_words, without_none
+from polyhead.optim.checks import check_state, check_words, without_none
 from polyhead.optim.groups import groups
 
 Group = dict[str, Any]
@@ -71,7 +73,7 @@ class Optimizer(torch.optim.Optimizer, abc.ABC):
         if not isinstance(manifold, Manifold):
             raise ValueError(f"manifold: it is {manifold!r}; it must be a Manifold such as Stiefel()")
         for name in ("lr", "weight_decay"):
-            check_number(name, group[name])
+            check_number(name, group[name], 0, math.inf, "[)")
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

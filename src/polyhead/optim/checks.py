@@ -3,20 +3,12 @@
 from __future__ import annotations
 
 import difflib
-import math
-import numbers
 from typing import Any
 
 from torch import Tensor
 
 # Words of torch's and geoopt's optimizers that mean nothing here.
 _FOREIGN = ("amsgrad", "capturable", "differentiable", "foreach", "fused", "stabilize")
-
-
-def check_number(name: str, value: object) -> None:
-    """Raise where an option is not a number, 0 or more."""
-    if not isinstance(value, (numbers.Real, Tensor)) or not 0 <= float(value) < math.inf:
-        raise ValueError(f"{name}: it is {value!r}; it must be a number, 0 or more")
 
 
 def check_words(group: dict[str, Any], known: dict[str, Any]) -> None:

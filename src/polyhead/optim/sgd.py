@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from polyhead._checks import check_number
 from polyhead.kernels.stiefel import Rule
 from polyhead.manifold import Euclidean, Manifold
 from polyhead.optim.base import Group, Optimizer
-from polyhead.optim.checks import check_number
 
 
 class SGD(Optimizer):
@@ -52,7 +53,7 @@ class SGD(Optimizer):
     def check_options(self, group: Group) -> None:
         super().check_options(group)
         for name in ("momentum", "dampening"):
-            check_number(name, group[name])
+            check_number(name, group[name], 0, math.inf, "[)")
         if group["nesterov"] and (group["momentum"] == 0 or group["dampening"] != 0):
             raise ValueError(
                 f"nesterov: it needs a momentum, and no dampening; they are {group['momentum']} and {group['dampening']}"

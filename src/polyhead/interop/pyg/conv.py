@@ -9,6 +9,16 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from polyhead._checks import (
+    HEADS,
+    WrongType,
+    check_integer,
+    check_integers,
+    check_number,
+    is_integer,
+    kind_of,
+    shown,
+)
 from polyhead.attend import attend, prepare
 from polyhead.interop.pyg.edges import Edges, as_matrix, edges
 from polyhead.kernels.graph import kept, summed, weights
@@ -74,20 +84,18 @@ class Conv(_Base):
         flow: str,
     ) -> None:
         super().__init__(aggr, aggr_kwargs=aggr_kwargs, flow=flow, node_dim=0)
-        for name, size in (("out_channels", out_channels), ("heads", heads), ("edge_dim", edge_dim)):
-            if size is not None and (not isinstance(size, int) or size < 1):
-                raise ValueError(f"{name}: it is {size!r}; it must be a whole number, 1 or more")
-        widths = (in_channels, in_channels) if isinstance(in_channels, int) else tuple(in_channels)
-        if len(widths) != 2 or not all(isinstance(n, int) and (n == -1 or n > 0) for n in widths):
+        out_channels, heads = check_integer("out_channels", out_channels), check_integer("heads", heads, 1, HEADS)
+        edge_dim = None if edge_dim is None else check_integer("edge_dim", edge_dim)
+        widths = check_integers("in_channels", [in_channels] * 2 if is_integer(in_channels) else in_channels, -1)
+        if len(widths) != 2 or 0 in widths:
             raise ValueError(
-                f"in_channels: it is {in_channels!r}; it must be a whole number, or (sources', destinations'); -1 for as many "
-                "as the first input has"
+                f"in_channels must be an integer, or (sources', destinations'), and -1 for as many as the first input has, "
+                f"got {shown(in_channels)}"
             )
-        if not 0 <= dropout < 1:
-            raise ValueError(f"dropout: it is {dropout}; it must be at least 0 and less than 1")
+        dropout = check_number("dropout", dropout, 0, 1, "[)")
         self.in_channels, self.out_channels, self.heads, self.concat = in_channels, out_channels, heads, concat
         self.dropout, self.edge_dim = dropout, edge_dim
-        self._widths: tuple[int, int] = widths
+        self._widths: tuple[int, int] = (widths[0], widths[1])
 
     @property
     def backwards(self) -> bool:
@@ -104,6 +112,8 @@ class Conv(_Base):
 
     def _inputs(self, x: Inputs, needs_destinations: bool = True) -> tuple[Tensor, Tensor | None]:
         """The features of sources and destinations, checked."""
+        if not isinstance(x, Tensor) and not (isinstance(x, (tuple, list)) and len(x) == 2):
+            raise WrongType(f"x must be a tensor (nodes, features), or a pair of them, got {kind_of(x)}")
         source, destination = (x, x) if isinstance(x, Tensor) else x
         named = (
             (("x", source), ("x", destination)) if isinstance(x, Tensor) else (("x[0]", source), ("x[1]", destination))
@@ -113,6 +123,8 @@ class Conv(_Base):
                 if name == "x[0]" or needs_destinations:
                     raise ValueError(f"{name}: it is None; {type(self).__name__} needs features of all nodes")
                 continue
+            if not isinstance(part, Tensor):
+                raise WrongType(f"{name} must be a tensor (nodes, features), got {kind_of(part)}")
             if part.dim() != 2 or (width >= 0 and part.shape[1] != width):
                 wide = "features" if width < 0 else width
                 raise ValueError(f"{name}: its shape is {tuple(part.shape)}; it must be (nodes, {wide})")

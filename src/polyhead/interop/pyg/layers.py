@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from polyhead._checks import is_integer
 from polyhead.interop.pyg import checkpoints
 from polyhead.interop.pyg.conv import Conv, Inputs, Returned
 from polyhead.interop.pyg.edges import REDUCTIONS, Fill, of_loops, read
@@ -129,7 +130,7 @@ class GATConv(_Additive):
         super().__init__(in_channels, out_channels, heads, concat, dropout, edge_dim, aggr, aggr_kwargs, flow)
         self._settings(negative_slope, add_self_loops, fill_value, residual)
         features = heads * out_channels
-        one = isinstance(in_channels, int)
+        one = is_integer(in_channels)
         self.lin = Linear(self._widths[0], features) if one else None
         self.lin_src = None if one else Linear(self._widths[0], features)
         self.lin_dst = None if one else Linear(self._widths[1], features)
