@@ -8,7 +8,6 @@ import datetime
 import json
 import platform
 import sys
-import tempfile
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +17,7 @@ import torch
 from benchmarks.case import Case, CaseError
 from benchmarks.measure import Line, cores, measured, use_two_threads
 from benchmarks.tables import TABLES, chosen
+from polyhead import _files
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -28,8 +28,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         cases = chosen(arguments.names)
     except ValueError as error:
         parser.error(str(error))
-    if arguments.json is not None and not arguments.json.parent.is_dir():
-        parser.error(f"--json: there is no folder {arguments.json.parent}")
+    if arguments.json is not None:
+        try:
+            _files.target(arguments.json, "--json")
+        except (OSError, ValueError) as error:
+            parser.error(str(error))
     cases = _present(cases)
     if not cases:
         print("error: none of these cases can run here", file=sys.stderr)
@@ -81,15 +84,8 @@ def run(cases: Sequence[Case], repeats: int | None) -> list[Line]:
 
 def write(file: Path, lines: Sequence[Line]) -> None:
     """Write the lines as JSON: the whole file or none."""
-    with tempfile.NamedTemporaryFile("w", dir=file.parent, prefix=file.name, delete=False) as temporary:
-        try:
-            json.dump([dataclasses.asdict(line) for line in lines], temporary, indent=1)
-            temporary.write("\n")
-            temporary.close()
-            Path(temporary.name).replace(file)
-        except BaseException:
-            Path(temporary.name).unlink()
-            raise
+    text = json.dumps([dataclasses.asdict(line) for line in lines], indent=1) + "\n"
+    _files.write_whole(file, text.encode(), "json")
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -276,8 +276,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--patience", type=int, default=100, help="epochs without a better validation (default: %(default)s)")
     add("--threads", type=int, default=1, help="of torch (default: %(default)s)")
     add("--runs", type=Path, default=Path("build/citation.jsonl"), help="where seeds are kept (default: %(default)s)")
-    add("--out", type=Path, default=common.PICTURES / "citation.png", help="the picture (default: docs/experiments/…)")
-    add("--json", type=Path, metavar="FILE", help="write the lines that the tables were made of")
+    add(
+        "--out",
+        type=common.output_file,
+        default=common.PICTURES / "citation.png",
+        help="the picture (default: docs/experiments/…)",
+    )
+    add("--json", type=common.output_file, metavar="FILE", help="write the lines that the tables were made of")
     arguments = parser.parse_args(argv)
 
     def work() -> None:

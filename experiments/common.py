@@ -9,7 +9,6 @@ import io
 import json
 import os
 import sys
-import tempfile
 import time
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -23,6 +22,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from torch import Tensor
+
+from polyhead import _files
 
 PICTURES = Path(__file__).resolve().parent.parent / "docs" / "experiments"
 # one colour an arm, the same in every picture; told apart by colour-blind readers too (Okabe and Ito)
@@ -46,6 +47,17 @@ def natural(text: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 on")
     return number
+
+
+def output_file(text: str) -> Path:
+    """A file that is to be written, for argparse: what could not be replaced is refused before any work is done."""
+    try:
+        found = _files.kind(text)
+    except OSError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    if found not in ("regular file", None):
+        raise argparse.ArgumentTypeError(f"it must be a regular file or a new one, got a {found}: {text}")
+    return Path(text)
 
 
 class Citations(NamedTuple):
@@ -114,8 +126,8 @@ def add_shared(parser: argparse.ArgumentParser, picture: str) -> None:
     """The options of an experiment that measures once, prints and draws: see `shown`."""
     add = parser.add_argument
     add("--threads", type=natural, default=1, help="of torch (default: %(default)s)")
-    add("--out", type=Path, default=PICTURES / picture, help="the picture")
-    add("--json", type=Path, metavar="FILE", help="write the results")
+    add("--out", type=output_file, default=PICTURES / picture, help="the picture")
+    add("--json", type=output_file, metavar="FILE", help="write the results")
 
 
 def shown(
@@ -139,16 +151,7 @@ def shown(
 def write_whole(file: Path, content: bytes) -> None:
     """Write a file, or leave it as it was."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.")
-    try:
-        with os.fdopen(handle, "wb") as stream:
-            stream.write(content)
-        # mkstemp lets nobody else read
-        Path(temporary).chmod(0o644)
-        Path(temporary).replace(file)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    _files.write_whole(file, content, "file")
 
 
 def write_picture(file: Path, figure: Figure) -> None:

@@ -30,7 +30,20 @@ from typing import Any, Literal
 
 import mnist
 import torch
-from common import BLUE, GREEN, GREY, ORANGE, PICTURES, natural, print_table, progress, run, write_json, write_picture
+from common import (
+    BLUE,
+    GREEN,
+    GREY,
+    ORANGE,
+    PICTURES,
+    natural,
+    output_file,
+    print_table,
+    progress,
+    run,
+    write_json,
+    write_picture,
+)  # fmt: skip
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure, SubFigure
 from rich.progress import Progress
@@ -345,8 +358,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--seeds", type=natural, default=6, help="of learning, from 0 (default: %(default)s)")
     add("--steps", type=natural, default=1200, help="of learning (default: %(default)s)")
     add("--threads", type=natural, default=1, help="of torch (default: %(default)s)")
-    add("--out", type=Path, default=PICTURES / "convolution.png", help="the picture; …_learned beside it")
-    add("--json", type=Path, metavar="FILE", help="write the numbers")
+    add("--out", type=output_file, default=PICTURES / "convolution.png", help="the picture; …_learned beside it")
+    add("--json", type=output_file, metavar="FILE", help="write the numbers")
     arguments = parser.parse_args(argv)
 
     def work() -> None:

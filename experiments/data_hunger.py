@@ -368,8 +368,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         add(f"--{name}", type=natural, default=Settings._field_defaults[name], help="(default: %(default)s)")
     add("--threads", type=natural, default=1, help="of torch (default: %(default)s)")
     add("--report", action="store_true", help="train nothing: the tables and the picture of what there is")
-    add("--picture", type=Path, default=common.PICTURES / "data_hunger.png", help="(default: docs/experiments/…)")
-    add("--json", type=Path, metavar="FILE", help="write the results")
+    add(
+        "--picture",
+        type=common.output_file,
+        default=common.PICTURES / "data_hunger.png",
+        help="(default: docs/experiments/…)",
+    )
+    add("--json", type=common.output_file, metavar="FILE", help="write the results")
     arguments = parser.parse_args(argv)
 
     def work() -> None:

@@ -39,6 +39,7 @@ from common import (
     GREEN,
     ORANGE,
     PICTURES,
+    output_file,
     print_table,
     resumed,
     run,
@@ -223,8 +224,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--patience", type=int, default=20, help="stop after so many without a gain (default: %(default)s)")
     add("--threads", type=int, default=1, help="of torch (default: %(default)s)")
     add("--runs", type=Path, default=Path("build/dictionary_lookup.jsonl"), help="where results are kept")
-    add("--out", type=Path, default=PICTURES / "dictionary_lookup.png", help="the picture")
-    add("--json", type=Path, metavar="FILE", help="write the results")
+    add("--out", type=output_file, default=PICTURES / "dictionary_lookup.png", help="the picture")
+    add("--json", type=output_file, metavar="FILE", help="write the results")
     arguments = parser.parse_args(argv)
 
     def work() -> None:

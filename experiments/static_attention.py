@@ -23,7 +23,7 @@ import citation
 import dictionary_lookup
 import torch
 import torch.nn.functional as F
-from common import BLUE, ORANGE, PICTURES, planetoid, print_table, progress, run, write_json, write_picture
+from common import BLUE, ORANGE, PICTURES, output_file, planetoid, print_table, progress, run, write_json, write_picture
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor
@@ -115,8 +115,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--epochs", type=int, default=200, help="of training on Cora (default: %(default)s)")
     add("--seed", type=int, default=0)
     add("--threads", type=int, default=1, help="of torch (default: %(default)s)")
-    add("--out", type=Path, default=PICTURES / "static_attention.png", help="the picture")
-    add("--json", type=Path, metavar="FILE", help="write the numbers")
+    add("--out", type=output_file, default=PICTURES / "static_attention.png", help="the picture")
+    add("--json", type=output_file, metavar="FILE", help="write the numbers")
     arguments = parser.parse_args(argv)
 
     def work() -> None:

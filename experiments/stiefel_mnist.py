@@ -324,7 +324,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--batch", type=int, default=Settings.batch, help="(default: %(default)s)")
     add("--threads", type=int, default=1, help="of torch (default: %(default)s)")
     add("--report", action="store_true", help="train nothing: the tables and the picture of what there is")
-    add("--picture", type=Path, default=common.PICTURES / "stiefel_mnist.png", help="(default: docs/experiments/…)")
+    add(
+        "--picture",
+        type=common.output_file,
+        default=common.PICTURES / "stiefel_mnist.png",
+        help="(default: docs/experiments/…)",
+    )
     arguments = parser.parse_args(argv)
     if arguments.data is None and not arguments.report:
         parser.error("--data: the file mnist.npz is needed to train; --report does without")

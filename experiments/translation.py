@@ -298,8 +298,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--seeds", type=int, default=2, help="how many, from 0 (default: %(default)s)")
     add_settings(parser)
     add("--threads", type=int, default=1, help="of torch (default: %(default)s)")
-    add("--picture", type=Path, default=common.PICTURES / "translation.png", help="(default: docs/experiments/…)")
-    add("--json", type=Path, metavar="FILE", help="write the lines that the table was made of")
+    add(
+        "--picture",
+        type=common.output_file,
+        default=common.PICTURES / "translation.png",
+        help="(default: docs/experiments/…)",
+    )
+    add("--json", type=common.output_file, metavar="FILE", help="write the lines that the table was made of")
     arguments = parser.parse_args(argv)
 
     def work() -> None:

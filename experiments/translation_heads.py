@@ -360,8 +360,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     pages = "of the test set, from 0, as pages (default: 31 0 10)"
     add("--sentences", type=int, nargs="*", default=[31, 0, 10], metavar="N", help=pages)
     add("--threads", type=int, default=1, help="of torch (default: %(default)s)")
-    add("--picture", type=Path, default=common.PICTURES / "translation_heads.png", help="(default: docs/experiments/…)")
-    add("--json", type=Path, metavar="FILE", help="write the results")
+    add(
+        "--picture",
+        type=common.output_file,
+        default=common.PICTURES / "translation_heads.png",
+        help="(default: docs/experiments/…)",
+    )
+    add("--json", type=common.output_file, metavar="FILE", help="write the results")
     arguments = parser.parse_args(argv)
 
     def work() -> None:

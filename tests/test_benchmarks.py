@@ -164,7 +164,7 @@ def test_unknown_names_are_told_what_there_is(capsys: pytest.CaptureFixture[str]
 def test_a_missing_folder_is_told_before_anything_runs(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     with pytest.raises(SystemExit):
         main(["dense", "--json", str(tmp_path / "missing" / "lines.json")])
-    assert "--json: there is no folder" in capsys.readouterr().err
+    assert "--json must be in a folder that exists" in capsys.readouterr().err
 
 
 def test_names_choose_tables_and_parts_of_names() -> None:

@@ -125,8 +125,14 @@ def test_own_pairs_and_a_treebank(capsys, monkeypatch):
         (["[SEP] [CLS]"], "text: there is no word in it"),
         (["--file", "absent.txt"], "absent.txt"),
         (["--file", "binary"], "binary: it is no text in UTF-8"),
-        (["a", "--out", "no/where.html"], "out: there is no folder no"),
-        (["a", "--out", "folder"], "out: folder is a folder"),
+        (
+            ["a", "--out", "no/where.html"],
+            "out must be in a folder that exists, got no/where.html; there is no folder ",
+        ),
+        (
+            ["a", "--out", "folder"],
+            "out must be a regular file or a new one, such as folder/heads.html, got a directory: folder",
+        ),
         (["a", "--model", "./absent"], "absent: there is no such folder"),
         (
             ["a", "--model", "no-such-model-anywhere"],

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import webbrowser
 from collections.abc import Iterable, Sequence
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from polyhead import _files
 from polyhead.cli.inspect_image import inspect_image
 from polyhead.inspection import corpus, effect, findings
 from polyhead.inspection.capture import NOTHING_SEEN, Seen, capture
@@ -90,7 +90,8 @@ def _inspect(arguments: argparse.Namespace, busy: Console, console: Console) -> 
     if arguments.image is None:
         _inspect_text(arguments, busy, console)
     else:
-        _check_out(arguments.out)
+        # what cannot be written is refused now, and not after all the work
+        _files.target(arguments.out, "out")
         inspect_image(arguments, busy, console)
     console.print(f"\nThe page: {arguments.out}", soft_wrap=True)
     if arguments.open:
@@ -99,7 +100,7 @@ def _inspect(arguments: argparse.Namespace, busy: Console, console: Console) -> 
 
 def _inspect_text(arguments: argparse.Namespace, busy: Console, console: Console) -> None:
     written = _text(arguments)
-    _check_out(arguments.out)
+    _files.target(arguments.out, "out")
     with busy.status("Loading the model …"):
         loaded = load(arguments.model)
     tokens = loaded.tokenizer(written)
@@ -150,16 +151,6 @@ def _read(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: it is no text in UTF-8: {error.reason} at byte {error.start}") from error
-
-
-def _check_out(path: Path) -> None:
-    """Say at once that a page cannot be written, and not after all the work."""
-    if path.is_dir():
-        raise ValueError(f"out: {path} is a folder; it must be a file, such as {path / 'heads.html'}")
-    if not path.parent.is_dir():
-        raise ValueError(f"out: there is no folder {path.parent}")
-    if not os.access(path.parent, os.W_OK):
-        raise ValueError(f"out: {path.parent} cannot be written to")
 
 
 def _found(arguments: argparse.Namespace, subject: Subject, seen: Seen, text: Text, busy: Console) -> Found:

@@ -7,11 +7,11 @@ import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.resources import files
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from polyhead import _files
 from polyhead._checks import shown
 from polyhead.heads import Heads
 from polyhead.inspection.imaged import blank, coarse, embedded, entire, imaged
@@ -36,16 +36,12 @@ class Page:
         self.html = text
 
     def write(self, path: str | os.PathLike[str]) -> None:
-        """Write the page whole or not at all: where it fails, an older file stays as it was."""
-        path = Path(path)
-        if not path.parent.is_dir():
-            raise FileNotFoundError(f"path: there is no folder {path.parent}")
-        unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-        try:
-            unfinished.write_text(self.html, encoding="utf-8")
-            unfinished.replace(path)
-        finally:
-            unfinished.unlink(missing_ok=True)
+        """Write the page whole or not at all: where it fails, an older file stays as it was.
+
+        A symbolic link is followed. What is no regular file, such as a device, is refused.
+        """
+        # half a character, as of a file's name that is no text, is written as its number, which JSON reads
+        _files.write_whole(path, self.html.encode(errors="backslashreplace"))
 
     def __repr__(self) -> str:
         return f"Page({len(self.html) / 1e6:.1f} MB; write(path) writes it, a notebook shows it)"
@@ -96,9 +92,12 @@ def report(
             queries of the layer of `star`, or of the first layer that is laid over the image; the other layers show the same place.
 
     Raises:
-        ValueError: where there is nothing to show, or where texts, image, star or cards do not fit the heads.
+        ValueError: where there is nothing to show, or where texts, image, star or cards do not fit the heads; and where something
+            other than a regular file is at the path.
         OSError: where the path cannot be written; an older file stays as it was.
     """
+    if path is not None:
+        _files.target(path)
     if not isinstance(heads, (Heads, Mapping)):
         raise ValueError(
             f"heads: it is {type(heads).__name__}; it must be a Heads, or what capture records: "

@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import tempfile
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from polyhead import _files
 from polyhead.models import files
 from polyhead.models.weights import renamed
 
@@ -45,7 +46,12 @@ def save(folder: str | Path, fields: Mapping[str, Any], tensors: Mapping[str, Te
     Both are written beside their places and moved there when they are whole. An older checkpoint stays until then, and comes
     back where moving fails; nothing is left of folders that were made. Should the process itself be killed while the files
     are moved, which no two files can be at once, then there is no config.json, and the folder is refused when it is read:
-    new weights never meet an old configuration. The older files are then in the folder `.saving-…` in it.
+    new weights never meet an old configuration. The older files are then in the folder `.polyhead-…` in it, until a
+    checkpoint is whole again.
+
+    Raises:
+        ValueError: where something other than a regular file is in the place of one; symbolic links are followed.
+        OSError: where the files cannot be written, such as on a full disk.
     """
     folder = Path(folder)
     if folder.exists() and not folder.is_dir():
@@ -55,14 +61,21 @@ def save(folder: str | Path, fields: Mapping[str, Any], tensors: Mapping[str, Te
     made = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder, prefix=".saving-") as beside:
-            new, old = Path(beside, "new"), Path(beside, "old")
-            new.mkdir()
-            old.mkdir()
+        places = {name: _files.target(folder / name, "folder") for name in (files.CONFIG, files.WEIGHTS)}
+        # without a config.json, what a killed process has left may be all that there is of a checkpoint
+        if places[files.CONFIG].exists():
+            _sweep(places)
+        with contextlib.ExitStack() as stack:
+            moves = {name: _move(place, stack.enter_context(_files.workspace(place))) for name, place in places.items()}
             whole = {**fields, "dtype": str(dtype).removeprefix("torch.")}
-            (new / files.CONFIG).write_text(json.dumps(whole, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-            safetensors.save_file(_apart(tensors), new / files.WEIGHTS, metadata={"format": "pt"})
-            _exchange(folder, new, old)
+            config, weights = moves[files.CONFIG], moves[files.WEIGHTS]
+            config.new.write_text(json.dumps(whole, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+            with _errors_of_the_disk(places[files.WEIGHTS]):
+                safetensors.save_file(_apart(tensors), weights.new, metadata={"format": "pt"})
+            for move in (config, weights):
+                _files.settle(move.new, move.place)
+            _exchange(config, weights)
+        _sweep(places)
     except BaseException:
         # not where somebody else has written meanwhile
         with contextlib.suppress(OSError):
@@ -71,20 +84,51 @@ def save(folder: str | Path, fields: Mapping[str, Any], tensors: Mapping[str, Te
         raise
 
 
-def _exchange(folder: Path, new: Path, old: Path) -> None:
-    """Move a checkpoint's files from `folder` to `old` and from `new` to `folder`: config.json goes first and comes last."""
+class _Move(NamedTuple):
+    """A file that takes a place: where it is written, and where what was there goes."""
+
+    place: Path
+    new: Path
+    old: Path
+
+
+def _move(place: Path, workspace: Path) -> _Move:
+    for name in ("new", "old"):
+        (workspace / name).mkdir()
+    return _Move(place, workspace / "new" / place.name, workspace / "old" / place.name)
+
+
+def _sweep(places: Mapping[str, Path]) -> None:
+    for place in places.values():
+        _files.sweep(place)
+
+
+@contextlib.contextmanager
+def _errors_of_the_disk(path: Path) -> Iterator[None]:
+    """What safetensors says of a disk, as Python says it: OSError, such as "No space left on device"."""
     try:
-        for name in (files.CONFIG, files.WEIGHTS):
-            if os.path.lexists(folder / name):
-                (folder / name).replace(old / name)
-        for name in (files.WEIGHTS, files.CONFIG):
-            (new / name).replace(folder / name)
+        yield
+    except files.library("safetensors").SafetensorError as error:
+        number = re.search(r"os error (\d+)", str(error))
+        if number is None:
+            raise OSError(f"{path} cannot be written: {error}") from error
+        raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error
+
+
+def _exchange(config: _Move, weights: _Move) -> None:
+    """Move older files away and new ones to their places: config.json goes first and comes last."""
+    try:
+        for move in (config, weights):
+            if move.place.exists():
+                move.place.replace(move.old)
+        for move in (weights, config):
+            move.new.replace(move.place)
     except BaseException:
-        for name in (files.WEIGHTS, files.CONFIG):
-            if os.path.lexists(old / name):
-                (old / name).replace(folder / name)
-            elif not (new / name).exists():
-                (folder / name).unlink()
+        for move in (weights, config):
+            if move.old.exists():
+                move.old.replace(move.place)
+            elif not move.new.exists():
+                move.place.unlink()
         raise
 
 
