@@ -232,6 +232,20 @@ def test_half_precision_and_autocast(dtype: torch.dtype) -> None:
         torch.testing.assert_close(weights.float(), exact[1], atol=2e-2, rtol=2e-2)
 
 
+@pytest.mark.parametrize("options", [{}, {"kdim": KDIM, "vdim": VDIM}, {"batch_first": True}], ids=str)
+def test_biases_of_another_dtype(options: dict) -> None:
+    """torch's module takes them or not by the memory layout of its inputs."""
+    peer, ours = pair(**options)
+    half = torch.rand(3 * MODEL, dtype=torch.float16)
+    peer.in_proj_bias, ours.in_proj_bias = nn.Parameter(half.double()), nn.Parameter(half)
+    x = inputs(peer)
+    seen, expected = everything(ours, x, {}), everything(peer, x, {})
+    gradient = seen.pop("in_proj_bias")
+    assert gradient.dtype == torch.float16
+    torch.testing.assert_close(gradient.double(), expected.pop("in_proj_bias"), atol=1e-2, rtol=1e-2)
+    assert_same(seen, expected)
+
+
 @pytest.mark.parametrize("batch, queries, keys", [(0, 7, 5), (3, 0, 5), (3, 7, 0)])
 @pytest.mark.parametrize("kind", ["none", "pairs+padding", "heads+padding"])
 def test_empty_axes(kind: str, batch: int, queries: int, keys: int) -> None:

@@ -168,7 +168,8 @@ def _maps(module: nn.MultiheadAttention) -> tuple[Sequence[Tensor], Sequence[Ten
     else:
         maps = (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
     packed: Tensor | None = module.in_proj_bias
-    return maps, (None,) * 3 if packed is None else packed.chunk(3)
+    # a bias of another dtype is one that torch's module takes where its input lies transposed in memory
+    return maps, (None,) * 3 if packed is None else packed.to(maps[0].dtype).chunk(3)
 
 
 def _by_head(x: Float[Tensor, "..."], heads: int, rows: int) -> Float[Tensor, "batch heads items dim"]:
