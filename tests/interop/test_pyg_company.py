@@ -202,6 +202,23 @@ def test_to_hetero(kind: str) -> None:
         torch.testing.assert_close(outputs[1][name], expected, **CLOSE[torch.float32])
 
 
+# what MessagePassing takes
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.:DeprecationWarning")
+@pytest.mark.parametrize("kind", KINDS)
+def test_torchscript_is_refused_in_one_sentence(kind: str) -> None:
+    x, edge_index = torch.randn(NODES, IN), some_edges()
+    layer = getattr(interop, kind)(IN, CHANNELS)
+    for module in (layer, Net(interop, kind)):
+        with pytest.raises(TypeError, match=f"torch.jit.script cannot compile {kind}; use torch.export.export or"):
+            torch.jit.script(module)
+        with pytest.raises(TypeError, match=f"torch.jit.trace cannot trace {kind}; use torch.export.export or"):
+            torch.jit.trace(module, (x, edge_index))
+    exported, other = torch.export.export(layer, (x, edge_index)).module(), some_edges()
+    torch.testing.assert_close(exported(x, other), layer(x, other), **CLOSE[torch.float32])
+
+
 # without PyG
 
 ALONE = """

@@ -114,6 +114,11 @@ class Conv(_Base):
         """The features of sources and destinations, checked."""
         if not isinstance(x, Tensor) and not (isinstance(x, (tuple, list)) and len(x) == 2):
             raise WrongType(f"x must be a tensor (nodes, features), or a pair of them, got {kind_of(x)}")
+        if torch._C._is_tracing():
+            # it would keep the edges that it sees, and their number
+            raise TypeError(
+                f"torch.jit.trace cannot trace {type(self).__name__}; use torch.export.export or torch.compile"
+            )
         source, destination = (x, x) if isinstance(x, Tensor) else x
         named = (
             (("x", source), ("x", destination)) if isinstance(x, Tensor) else (("x[0]", source), ("x[1]", destination))
@@ -244,6 +249,12 @@ class Conv(_Base):
 
     def _set_jittable_templates(self, raise_on_error: bool = False) -> None:
         """PyG would write and import a file here, for a way that is hardly ever taken."""
+
+    def __prepare_scriptable__(self) -> None:
+        """torch.jit.script asks for a stand-in here, before it reads any code."""
+        raise TypeError(
+            f"torch.jit.script cannot compile {type(self).__name__}; use torch.export.export or torch.compile"
+        )
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.in_channels}, {self.out_channels}, heads={self.heads})"
