@@ -205,6 +205,50 @@ def test_to_hetero(kind: str) -> None:
 # what MessagePassing takes
 
 
+@pytest.mark.parametrize("edge_dim", [None, EDGE_DIM])
+@pytest.mark.parametrize("layers", [1, 2, 3])
+@pytest.mark.parametrize("kind", KINDS)
+def test_decomposed_layers_do_not_change_the_result(kind: str, layers: int, edge_dim: int | None) -> None:
+    """PyG's own layers fail with more than one, for attention cannot be cut along the channels."""
+    _, x, edge_index = inputs("one")
+    peer, ours = pair(kind, edge_dim=edge_dim)
+    options = {"edge_dim": edge_dim, "decomposed_layers": layers}
+    decomposed = getattr(interop, kind)(IN, CHANNELS, HEADS, **options).double()
+    decomposed.load_state_dict(peer.state_dict())
+    edge_attr = features(edge_dim is not None)
+    expected = everything(peer, x, edge_index, edge_attr)
+    assert decomposed.decomposed_layers == layers
+    assert_same(everything(decomposed, x, edge_index, edge_attr), expected)
+    ours.decomposed_layers = layers
+    assert_same(everything(ours, x, edge_index, edge_attr), expected)
+    theirs = getattr(pyg, kind)(IN, CHANNELS, HEADS, **options).double()
+    theirs.load_state_dict(peer.state_dict())
+    if layers == 1:
+        assert_same(everything(theirs, x, edge_index, edge_attr), expected)
+    else:
+        with pytest.raises((AttributeError, RuntimeError)):
+            theirs(x, edge_index, edge_attr)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_decomposed_layers_that_cannot_be(kind: str) -> None:
+    for wrong in (0, -1, 2.0, "2"):
+        with pytest.raises(ValueError, match=f"decomposed_layers: it is {wrong!r}; it must be a whole number, 1 or"):
+            getattr(interop, kind)(IN, CHANNELS, decomposed_layers=wrong)
+    _, x, edge_index = inputs("one")
+    _, ours = pair(kind, aggr="mean", decomposed_layers=2)
+    with pytest.raises(ValueError, match=r"decomposed_layers must be 1 where messages are made .*, got 2"):
+        ours(x, edge_index)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_other_words_are_refused_as_by_pyg(kind: str) -> None:
+    for wrong in ({"node_dim": 0}, {"nodes": 3}):
+        for of in (pyg, interop):
+            with pytest.raises(TypeError, match=next(iter(wrong))):
+                getattr(of, kind)(IN, CHANNELS, **wrong)
+
+
 @pytest.mark.filterwarnings("ignore:.torch.jit.:DeprecationWarning")
 @pytest.mark.parametrize("kind", KINDS)
 def test_torchscript_is_refused_in_one_sentence(kind: str) -> None:
@@ -234,6 +278,7 @@ for kind, (state, options, x, edge_index, edge_attr, output) in given.items():
     torch.testing.assert_close(layer(x, edge_index, edge_attr), output, atol=1e-5, rtol=1e-5)
     out, (where, alpha) = layer(x, edge_index, edge_attr, return_attention_weights=True)
     assert alpha.shape == (where.shape[1], 3)
+    assert type(layer)(5, 4, decomposed_layers=2).decomposed_layers == 2
     for wrong in ({"aggr": "max"}, {"flow": "down"}):
         try:
             type(layer)(5, 4, **wrong)

@@ -39,13 +39,13 @@ class _Alone(nn.Module):
     _edge_mask: Tensor | None = None
     _apply_sigmoid: bool = True
 
-    def __init__(self, aggr: Any, *, aggr_kwargs: Any, flow: str, node_dim: int) -> None:
+    def __init__(self, aggr: Any, *, aggr_kwargs: Any, flow: str, node_dim: int, decomposed_layers: int) -> None:
         super().__init__()
         if aggr not in _SUMS:
             raise ValueError(f"aggr: it is {aggr!r}; without torch_geometric it must be 'add'")
         if flow not in _FLOWS:
             raise ValueError(f"flow: it is {flow!r}; it must be one of {_FLOWS}")
-        self.aggr, self.flow, self.node_dim = aggr, flow, node_dim
+        self.aggr, self.flow, self.node_dim, self.decomposed_layers = aggr, flow, node_dim, decomposed_layers
 
     def reset_parameters(self) -> None:
         """There are none here."""
@@ -82,8 +82,10 @@ class Conv(_Base):
         aggr: Any,
         aggr_kwargs: dict[str, Any] | None,
         flow: str,
+        decomposed_layers: int,
     ) -> None:
-        super().__init__(aggr, aggr_kwargs=aggr_kwargs, flow=flow, node_dim=0)
+        decomposed_layers = check_integer("decomposed_layers", decomposed_layers)
+        super().__init__(aggr, aggr_kwargs=aggr_kwargs, flow=flow, node_dim=0, decomposed_layers=decomposed_layers)
         out_channels, heads = check_integer("out_channels", out_channels), check_integer("heads", heads, 1, HEADS)
         edge_dim = None if edge_dim is None else check_integer("edge_dim", edge_dim)
         widths = check_integers("in_channels", [in_channels] * 2 if is_integer(in_channels) else in_channels, -1)
@@ -237,6 +239,11 @@ class Conv(_Base):
 
     def _by_messages(self, q: Tensor, v: Tensor, pairs: Tensor, p: Tensor, graph: Graph) -> Tensor:
         """The same by PyG's own way through `message` and `aggregate`, with its hooks."""
+        if self.decomposed_layers != 1:
+            raise ValueError(
+                "decomposed_layers must be 1 where messages are made (for a hook, a message of your own or an aggr other "
+                f"than 'add'), got {self.decomposed_layers}"
+            )
         x, sizes = (v.transpose(0, 1), q.transpose(0, 1)), (graph.sources, graph.destinations)
         if self.backwards:
             pairs, x, sizes = pairs.flip(0), (x[1], x[0]), (sizes[1], sizes[0])

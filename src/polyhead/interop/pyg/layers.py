@@ -126,8 +126,11 @@ class GATConv(_Additive):
         aggr: Any = "add",
         aggr_kwargs: dict[str, Any] | None = None,
         flow: str = "source_to_target",
+        decomposed_layers: int = 1,
     ) -> None:
-        super().__init__(in_channels, out_channels, heads, concat, dropout, edge_dim, aggr, aggr_kwargs, flow)
+        super().__init__(
+            in_channels, out_channels, heads, concat, dropout, edge_dim, aggr, aggr_kwargs, flow, decomposed_layers
+        )
         self._settings(negative_slope, add_self_loops, fill_value, residual)
         features = heads * out_channels
         one = is_integer(in_channels)
@@ -217,8 +220,11 @@ class GATv2Conv(_Additive):
         aggr: Any = "add",
         aggr_kwargs: dict[str, Any] | None = None,
         flow: str = "source_to_target",
+        decomposed_layers: int = 1,
     ) -> None:
-        super().__init__(in_channels, out_channels, heads, concat, dropout, edge_dim, aggr, aggr_kwargs, flow)
+        super().__init__(
+            in_channels, out_channels, heads, concat, dropout, edge_dim, aggr, aggr_kwargs, flow, decomposed_layers
+        )
         self._settings(negative_slope, add_self_loops, fill_value, residual)
         self.share_weights = share_weights
         features = heads * out_channels
@@ -278,8 +284,11 @@ class TransformerConv(Conv):
         aggr: Any = "add",
         aggr_kwargs: dict[str, Any] | None = None,
         flow: str = "source_to_target",
+        decomposed_layers: int = 1,
     ) -> None:
-        super().__init__(in_channels, out_channels, heads, concat, dropout, edge_dim, aggr, aggr_kwargs, flow)
+        super().__init__(
+            in_channels, out_channels, heads, concat, dropout, edge_dim, aggr, aggr_kwargs, flow, decomposed_layers
+        )
         self.beta, self.root_weight = beta and root_weight, root_weight
         features, joined = heads * out_channels, out_channels * (heads if concat else 1)
         of_source, of_destination = self._widths
