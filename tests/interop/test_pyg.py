@@ -177,6 +177,18 @@ def test_what_is_returned(kind: str, wanted: bool | None) -> None:
     assert type(ours) is type(peer)
 
 
+@pytest.mark.parametrize("edge_dim", [None, EDGE_DIM])
+@pytest.mark.parametrize("kind", KINDS)
+def test_asking_for_weights_does_not_change_the_output(kind: str, edge_dim: int | None) -> None:
+    channels, x, edge_index = inputs("one", torch.float32)
+    for layer in pair(kind, channels, torch.float32, edge_dim=edge_dim, dropout=0.3):
+        edge_attr, outputs = features(edge_dim is not None, dtype=torch.float32), []
+        for wanted in (None, True):
+            torch.manual_seed(4)
+            outputs.append(layer(x, edge_index, edge_attr, return_attention_weights=wanted))
+        assert torch.equal(outputs[0], outputs[1][0])
+
+
 @pytest.mark.parametrize("loops", [False, True])
 @pytest.mark.parametrize("size", [None, (NODES, NODES), (NODES, OTHERS)])
 def test_sources_alone(size: tuple[int, int] | None, loops: bool) -> None:

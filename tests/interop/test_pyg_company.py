@@ -249,6 +249,30 @@ def test_other_words_are_refused_as_by_pyg(kind: str) -> None:
                 getattr(of, kind)(IN, CHANNELS, **wrong)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_several_aggregations_are_one_if_they_give_the_channels(kind: str) -> None:
+    """PyG cuts rows of nodes anew where they give more."""
+    _, x, edge_index = inputs("one")
+    several = {"aggr": ["mean", "max"], "aggr_kwargs": {"mode": "sum"}}
+    peer, ours = pair(kind, **several)
+    assert_same(everything(ours, x, edge_index), everything(peer, x, edge_index))
+    _, wider = pair(kind, aggr=["mean", "max"])
+    with pytest.raises(ValueError, match=rf"aggr must give {CHANNELS} channels, got {2 * CHANNELS}; pass .*mode"):
+        wider(x, edge_index)
+
+
+def test_hooks_read_the_weights_of_transformer_conv() -> None:
+    """PyG's own explainer reads this attribute."""
+    _, x, edge_index = inputs("one")
+    layers, seen = pair("TransformerConv", dropout=0.5), []
+    for layer in layers:
+        assert layer._alpha is None
+        layer.register_message_forward_hook(lambda module, given, out: seen.append(module._alpha))
+        layer(x, edge_index)
+        assert layer._alpha is None
+    torch.testing.assert_close(seen[1], seen[0], **CLOSE[torch.float64])
+
+
 @pytest.mark.filterwarnings("ignore:.torch.jit.:DeprecationWarning")
 @pytest.mark.parametrize("kind", KINDS)
 def test_torchscript_is_refused_in_one_sentence(kind: str) -> None:

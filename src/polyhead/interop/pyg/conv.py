@@ -19,7 +19,7 @@ from polyhead._checks import (
     kind_of,
     shown,
 )
-from polyhead.attend import attend, prepare
+from polyhead.attend import prepare, run
 from polyhead.interop.pyg.edges import Edges, as_matrix, edges
 from polyhead.kernels.graph import kept, summed, weights
 from polyhead.neighbourhood import Graph
@@ -70,6 +70,8 @@ class Conv(_Base):
     """Whether the weights it returns are those after dropout."""
     goes_by_weights: bool = False
     """Whether its output is always made from the weights of the edges."""
+    _alpha: Tensor | None = None
+    """The weights that it returns, for hooks while messages are made; PyG's TransformerConv has them there."""
 
     def __init__(
         self,
@@ -183,22 +185,26 @@ class Conv(_Base):
         dropout = self.dropout if self.training else 0.0
         watched = self._watched()
         mask = self._mask(edges) if self.explain and not watched else None
-        if not (wants_weights or watched or self.goes_by_weights):
-            over = edges.dressed(features, mask)
-            return attend(q, k, v, over=over, score=score, bias=edges.bias, dropout=dropout), None
-        graph = edges.dressed(features)
+        # the weights that are returned have no mask in them
+        by_weights = watched or self.goes_by_weights or (wants_weights and mask is not None)
+        graph = edges.dressed(features, None if by_weights else mask)
         call = prepare(
             q, k, v, over=graph, score=score, position=None, bias=edges.bias, sink=None, dropout=dropout
         )  # fmt: skip
+        out = None if by_weights else run(call)[0]
+        if out is not None and not wants_weights:
+            return out, None
         pairs = graph.edge_index
         p = thinned = weights(call)
         if dropout > 0:
             thinned = p * kept(call, pairs) / (1 - dropout)
         alpha = (thinned if self.returns_thinned else p).T.to(v.dtype)
         if watched:
-            return self._by_messages(q, v, pairs, thinned, graph), alpha
-        masked = thinned if mask is None else thinned * mask.to(p.dtype)
-        return self._summed(masked, v, pairs, graph).to(v.dtype), alpha
+            out = self._by_messages(q, v, pairs, thinned, alpha, graph)
+        elif out is None:
+            masked = thinned if mask is None else thinned * mask.to(p.dtype)
+            out = self._summed(masked, v, pairs, graph).to(v.dtype)
+        return out, alpha
 
     def _summed(
         self, p: Float[Tensor, "heads edges"], v: Float[Tensor, "heads sources channels"], pairs: Tensor, graph: Graph
@@ -237,7 +243,7 @@ class Conv(_Base):
             name in vars(self) or getattr(type(self), name).__module__.split(".")[0] not in _OURS for name in _STEPS
         )
 
-    def _by_messages(self, q: Tensor, v: Tensor, pairs: Tensor, p: Tensor, graph: Graph) -> Tensor:
+    def _by_messages(self, q: Tensor, v: Tensor, pairs: Tensor, p: Tensor, alpha: Tensor, graph: Graph) -> Tensor:
         """The same by PyG's own way through `message` and `aggregate`, with its hooks."""
         if self.decomposed_layers != 1:
             raise ValueError(
@@ -247,7 +253,16 @@ class Conv(_Base):
         x, sizes = (v.transpose(0, 1), q.transpose(0, 1)), (graph.sources, graph.destinations)
         if self.backwards:
             pairs, x, sizes = pairs.flip(0), (x[1], x[0]), (sizes[1], sizes[0])
-        out = self.propagate(pairs, size=sizes, x=x, alpha=p.T.to(v.dtype), edge_attr=graph.features)
+        self._alpha = alpha
+        try:
+            out = self.propagate(pairs, size=sizes, x=x, alpha=p.T.to(v.dtype), edge_attr=graph.features)
+        finally:
+            self._alpha = None
+        if out.shape[-1] != self.out_channels:
+            raise ValueError(
+                f"aggr must give {self.out_channels} channels, got {out.shape[-1]}; pass one aggregation, or "
+                "aggr_kwargs={'mode': 'sum'} with several"
+            )
         return out.transpose(0, 1)
 
     def message(self, x_j: Tensor, alpha: Tensor) -> Tensor:
