@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -16,6 +17,7 @@ from pyg_pairs import (
     EDGES,
     HEADS,
     IN,
+    IN_OTHER,
     KINDS,
     LOOPING,
     NODES,
@@ -93,6 +95,125 @@ def test_pygs_edge_index_and_narrow_numbers(kind: str) -> None:
     expected = everything(peer, x, edge_index)
     assert_same(everything(ours, x, EdgeIndex(edge_index, sparse_size=(NODES, NODES))), expected)
     assert_same(everything(ours, x, edge_index.int()), expected)
+
+
+# how many nodes an edge_index says that there are
+
+
+def stating(kind: str, edge_index: Tensor, sources: int, destinations: int) -> Any:
+    """The same edges in a form that says of how many nodes they are."""
+    if kind == "EdgeIndex":
+        return EdgeIndex(edge_index, sparse_size=(sources, destinations))
+    size = (destinations, sources)
+    matrix = torch.sparse_coo_tensor(edge_index.flip(0), torch.rand(edge_index.shape[1]), size).coalesce()
+    return {"coo": lambda: matrix, "csr": matrix.to_sparse_csr, "csc": matrix.to_sparse_csc}[kind]()
+
+
+@pytest.mark.parametrize("size", [None, (NODES, OTHERS)])
+@pytest.mark.parametrize("loops", [False, True])
+@pytest.mark.parametrize("channels", [IN, (IN, IN_OTHER)], ids=["one map", "two maps"])
+@pytest.mark.parametrize("stated", ["coo", "csr", "csc", "EdgeIndex"])
+def test_destinations_without_features_are_those_that_the_edges_state(
+    stated: str, channels: Any, loops: bool, size: Any
+) -> None:
+    peer, ours = pair("GATConv", channels, add_self_loops=loops)
+    x, edge_index = (randn(NODES, IN), None), some_edges(NODES, OTHERS)
+    given = stating(stated, edge_index, NODES, OTHERS)
+    # PyG does not read columns
+    theirs = stating("coo", edge_index, NODES, OTHERS) if stated == "csc" else given
+    expected = everything(peer, x, theirs, size=size)
+    # an EdgeIndex, to which PyG adds a self-loop for every source, then has as many destinations
+    assert len(expected["output"]) == (NODES if stated == "EdgeIndex" and loops and size is None else OTHERS)
+    assert_same(everything(ours, x, given, size=size), expected)
+    output, (where, alpha) = ours(x, given, size=size, return_attention_weights=True)
+    exact, (_, exact_alpha) = peer(x, theirs, size=size, return_attention_weights=True)
+    assert torch.equal(output, ours(x, given, size=size))
+    assert where.shape[:2] == (given.shape if stated != "EdgeIndex" else (2, len(alpha)))
+    torch.testing.assert_close(output, exact, **CLOSE[torch.float64])
+    if stated != "csc":
+        torch.testing.assert_close(alpha, exact_alpha, **CLOSE[torch.float64])
+
+
+@pytest.mark.parametrize("sizes", [(NODES + 1, OTHERS), (NODES, OTHERS + 2), (NODES - 1, OTHERS)], ids=str)
+@pytest.mark.parametrize("stated", ["coo", "csr", "EdgeIndex"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_edges_of_other_nodes_than_x_has(kind: str, stated: str, sizes: tuple[int, int]) -> None:
+    channels, x, edge_index = inputs("two")
+    given = stating(stated, edge_index, *sizes)
+    rule, got = (
+        (f"an EdgeIndex with sparse_size ({NODES}, {OTHERS})", sizes)
+        if stated == "EdgeIndex"
+        else (f"a matrix of (destinations, sources) = ({OTHERS}, {NODES})", sizes[::-1])
+    )
+    rule = f"edge_index must be {rule}, as many nodes as there are in x, got {got}"
+    for layer, words in zip(pair(kind, channels), ("Encountered tensor with size", rule), strict=True):
+        with pytest.raises(ValueError, match=re.escape(words)):
+            layer(x, given)
+
+
+@pytest.mark.parametrize("kind", LOOPING)
+def test_self_loops_make_place_in_pygs_edge_index(kind: str) -> None:
+    """Nodes at the end, without an edge, need not be counted by it."""
+    _, x, edge_index = inputs("one")
+    peer, ours = pair(kind)
+    given = EdgeIndex(edge_index, sparse_size=(NODES - 1, NODES - 1))
+    assert_same(everything(ours, x, given), everything(peer, x, given))
+    peer.add_self_loops = ours.add_self_loops = False
+    for layer in (peer, ours):
+        with pytest.raises(ValueError, match=r"(?s)12.*13|13.*12"):
+            layer(x, given)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"sparse_size": (NODES, NODES)}, {"sparse_size": (NODES, None)}, {"sort_order": "row"},
+     {"sort_order": "col", "sparse_size": (NODES, NODES)}, {"is_undirected": True}],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("loops", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_pygs_edge_index_is_returned(kind: str, loops: bool, options: dict) -> None:
+    options = dict(options)
+    peer, ours = pair(kind, **({"add_self_loops": loops} if kind in LOOPING else {}))
+    x, edge_index = randn(NODES, IN), some_edges()
+    if "is_undirected" in options:
+        edge_index = torch.cat((edge_index, edge_index.flip(0)), 1)
+    elif "sort_order" in options:
+        row = edge_index[0] if options["sort_order"] == "row" else edge_index[1]
+        edge_index = edge_index[:, row.argsort()]
+    given = EdgeIndex(edge_index, **options)
+    _, (expected, _) = peer(x, given, return_attention_weights=True)
+    _, (where, _) = ours(x, given, return_attention_weights=True)
+    assert type(where) is type(expected) is EdgeIndex
+    assert torch.equal(where.as_tensor(), expected.as_tensor()) and where.dtype == expected.dtype
+    for name in ("sparse_size", "sort_order", "is_undirected"):
+        theirs, mine = (getattr(of, name) for of in (expected, where))
+        assert (mine() if callable(mine) else mine) == (theirs() if callable(theirs) else theirs), name
+
+
+@pytest.mark.parametrize(
+    "options, size, message",
+    [
+        ({}, (NODES,), "size must be (sources, destinations), got (13,)"),
+        ({}, (NODES, None), "size must be (sources, destinations), got (13, None)"),
+        (
+            {"flow": "target_to_source"}, (NODES, OTHERS),
+            "size must be the same number twice where flow is 'target_to_source' and x[1] is None, got (13, 7)",
+        ),
+    ],
+)  # fmt: skip
+def test_sizes_that_say_nothing_of_use(options: dict, size: Any, message: str) -> None:
+    _, ours = pair("GATConv", **options)
+    with pytest.raises(ValueError) as error:
+        ours((randn(NODES, IN), None), some_edges(), size=size)
+    assert message in str(error.value)
+
+
+def test_a_size_must_be_that_of_the_matrix() -> None:
+    """PyG does not look at `size` where there is a matrix."""
+    _, ours = pair("GATConv")
+    with pytest.raises(ValueError, match=r"\(destinations, sources\) = \(9, 13\), as many .*, got \(7, 13\)"):
+        ours((randn(NODES, IN), None), stating("coo", some_edges(NODES, OTHERS), NODES, OTHERS), size=(NODES, 9))
 
 
 # edges are sorted once

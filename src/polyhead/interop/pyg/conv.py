@@ -20,7 +20,15 @@ from polyhead._checks import (
     shown,
 )
 from polyhead.attend import prepare, run
-from polyhead.interop.pyg.edges import Edges, as_matrix, edges
+from polyhead.interop.pyg.edges import (
+    Edges,
+    as_matrix,
+    check_stated_size,
+    edges,
+    is_pyg_edge_index,
+    stated_size,
+    with_loops,
+)
 from polyhead.kernels.graph import kept, summed, weights
 from polyhead.neighbourhood import Graph
 from polyhead.score import Score
@@ -139,6 +147,23 @@ class Conv(_Base):
                 raise ValueError(f"{name}: its shape is {tuple(part.shape)}; it must be (nodes, {wide})")
         return source, destination
 
+    def _count_destinations(self, edge_index: Tensor, sources: int, size: tuple[int, int] | None, loops: bool) -> int:
+        """How many there are where they have no features: as many as `size` says, `edge_index`, or as sources."""
+        if size is not None:
+            if len(size) != 2 or None in size:
+                raise ValueError(f"size must be (sources, destinations), got {size!r}")
+            if self.backwards and size[0] != size[1]:
+                raise ValueError(
+                    "size must be the same number twice where flow is 'target_to_source' and x[1] is None, "
+                    f"got {tuple(size)}; pass the features of the destinations"
+                )
+            return size[1]
+        stated = stated_size(edge_index)[0 if self.backwards else 1]
+        if stated is None:
+            return sources
+        # PyG adds a self-loop for every source here, and its EdgeIndex grows with them
+        return max(stated, sources) if loops and is_pyg_edge_index(edge_index) else stated
+
     def _features(self, edge_attr: Tensor | None, held: Tensor | None, edges: int) -> Tensor | None:
         """The features of the given edges, from `edge_attr` or a sparse matrix, checked."""
         edge_attr = held if edge_attr is None else edge_attr
@@ -165,6 +190,7 @@ class Conv(_Base):
         if self.backwards and edge_index.layout != torch.strided:
             raise ValueError("flow: it is 'target_to_source', but edge_index is a sparse matrix; pass its transpose")
         nodes = (destinations, sources) if self.backwards else (sources, destinations)
+        check_stated_size(edge_index, nodes, loops)
         # messages are counted where they are not summed
         exactly = exactly or self.aggr not in _SUMS
         return edges(edge_index, pairs, nodes, loops=loops, backwards=self.backwards, exactly=exactly)
@@ -217,6 +243,8 @@ class Conv(_Base):
             return as_matrix(edge_index, edges.graph.edge_index, alpha)
         if not edges.loops:
             return edge_index, alpha
+        if is_pyg_edge_index(edge_index):
+            return with_loops(edge_index, edges.loops), alpha
         pairs = edges.graph.edge_index
         return pairs.flip(0) if self.backwards else pairs, alpha
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import threading
 from collections import OrderedDict
 from collections.abc import Hashable
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from jaxtyping import Float, Int, Integer
@@ -55,9 +56,7 @@ def read(edge_index: object) -> tuple[Integer[Tensor, "2 edges"], Float[Tensor, 
 
     Numbers in a sparse matrix are not read: for PyG's layers they say nothing but that an edge is there.
     """
-    if hasattr(edge_index, "as_tensor"):
-        # torch_geometric.EdgeIndex
-        edge_index = edge_index.as_tensor()
+    edge_index = edge_index.as_tensor() if is_pyg_edge_index(edge_index) else edge_index
     if not isinstance(edge_index, Tensor):
         raise ValueError(
             f"edge_index: it is {type(edge_index).__module__}.{type(edge_index).__qualname__}; it must be a tensor "
@@ -66,6 +65,44 @@ def read(edge_index: object) -> tuple[Integer[Tensor, "2 edges"], Float[Tensor, 
     if edge_index.layout != torch.strided:
         return _entries(edge_index)
     return checked(edge_index), None
+
+
+def is_pyg_edge_index(edge_index: Any) -> TypeGuard[Any]:
+    """Whether it is a torch_geometric.EdgeIndex."""
+    return hasattr(edge_index, "as_tensor")
+
+
+def stated_size(edge_index: Any) -> tuple[int | None, int | None]:
+    """How many nodes the numbers of its first row name, and those of its second, where `edge_index` itself says so."""
+    if is_pyg_edge_index(edge_index):
+        rows, columns = edge_index.sparse_size()
+        return rows, columns
+    if isinstance(edge_index, Tensor) and edge_index.layout != torch.strided:
+        return edge_index.shape[1], edge_index.shape[0]
+    return None, None
+
+
+def check_stated_size(edge_index: Tensor, nodes: tuple[int, int], loops: bool) -> None:
+    """Raise where `edge_index` itself says of how many nodes it is, and x has not as many."""
+    stated = stated_size(edge_index)
+    pygs = is_pyg_edge_index(edge_index)
+    # an EdgeIndex grows with the self-loops that are added to it
+    least = min(nodes) if pygs and loops else 0
+    if all(said is None or max(said, least) == count for said, count in zip(stated, nodes, strict=True)):
+        return
+    if pygs:
+        rule, got = f"an EdgeIndex with sparse_size {nodes}", stated
+    else:
+        rule, got = f"a matrix of (destinations, sources) = {nodes[::-1]}", stated[::-1]
+    raise ValueError(f"edge_index must be {rule}, as many nodes as there are in x, got {got}")
+
+
+def with_loops(edge_index: Tensor, loops: int) -> Tensor:
+    """PyG's EdgeIndex with self-loops in the place of its own, as PyG gives it."""
+    utils = importlib.import_module("torch_geometric.utils")
+    apart, _ = utils.remove_self_loops(edge_index)
+    looped: Tensor = utils.add_self_loops(apart, num_nodes=loops)[0]
+    return looped
 
 
 def _entries(matrix: Tensor) -> tuple[Int[Tensor, "2 edges"], Float[Tensor, "edges dim"] | None]:
@@ -213,7 +250,7 @@ def _plain(x: Tensor) -> bool:
 
 def _parts(edge_index: Tensor) -> tuple[Tensor, ...]:
     """The tensors that hold the numbers of nodes."""
-    if hasattr(edge_index, "as_tensor"):
+    if is_pyg_edge_index(edge_index):
         return (edge_index.as_tensor(),)
     if edge_index.layout == torch.sparse_coo:
         return (edge_index._indices(),)

@@ -99,6 +99,7 @@ class GATConv(_Additive):
     from the original in this:
 
     - Nothing of edges x heads x channels is made, unless a hook or `aggr` other than "add" asks for messages.
+    - `size` counts whatever `edge_index` is, and what an `edge_index` says of its own size must be true of `x`.
     - Edges are sorted once, as long as `edge_index` is the same tensor and torch counts no change of it. Writing to it
       through NumPy or `.data` is not counted.
     - Dropout draws other random numbers, and an edge that is given twice is dropped twice or not at all.
@@ -163,7 +164,8 @@ class GATConv(_Additive):
             x: (nodes, in_channels), or a pair for sources and destinations, of which the second may be None.
             edge_index: (2, edges), sources above destinations; or a sparse matrix with destinations in its rows.
             edge_attr: (edges, edge_dim).
-            size: how many sources and destinations there are.
+            size: how many sources and destinations there are. Without it `edge_index`, where it is a sparse matrix or an
+                EdgeIndex with a size, says how many destinations there are without features; else, as many as sources.
             return_attention_weights: whether `(edge_index, alpha)` is returned too: the edges with self-loops, and their
                 weights (edges, heads), in training after the dropout that the output was made with.
 
@@ -174,7 +176,8 @@ class GATConv(_Additive):
         residual = self._residual(x_dst)
         k = self._by_head(self._map(self.lin_src)(x_src))
         if x_dst is None:
-            q = k.new_zeros(self.heads, size[1] if size else len(x_src), self.out_channels)
+            destinations = self._count_destinations(edge_index, len(x_src), size, self.add_self_loops)
+            q = k.new_zeros(self.heads, destinations, self.out_channels)
         elif x_dst is x_src and self.lin is not None:
             q = k
         else:
