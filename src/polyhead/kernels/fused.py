@@ -25,6 +25,10 @@ LONG = 128
 NARROW, FEW_KEYS, MANY = 16, 128, 1 << 18
 
 
+# The smallest scale that is a normal number in fp32.
+TINY = torch.finfo(torch.float32).tiny
+
+
 class Fused:
     """One call of torch's flash attention: everyone, or nobody ahead."""
 
@@ -55,8 +59,8 @@ class Fused:
         # a single query sees all the keys; not `and`, which a tracer takes for a number
         if shape[-2] != call.k.shape[-2]:
             causal = False
-        scale = call.score.factor(shape[-1])
-        q, k, v = even(call.q, call.k, call.v)
+        q, scale = with_positive_scale(call.q, call.score.factor(shape[-1]))
+        q, k, v = even(q, call.k, call.v)
         if len(shape) != 4:
             q, k, v = flat(q), flat(k), flat(v)
         if q.is_cpu and _wants_operator(call):
@@ -133,6 +137,16 @@ def refuses(call: Call) -> str | None:
     if under_transform():
         return "it has no rules for torch.func transforms and forward-mode differentiation"
     return None
+
+
+def with_positive_scale(q: Tensor, scale: float) -> tuple[Tensor, float]:
+    """Queries and a scale whose products with keys are the same; what the scale is not is in the queries.
+
+    torch's kernel masks before it scales: a factor that is negative, or zero in fp32, would make inf or NaN of -inf.
+    """
+    if scale >= TINY:
+        return q, scale
+    return (-q, -scale) if scale <= -TINY else (q * scale, 1.0)
 
 
 def comparable(dim: int, width: int) -> bool:

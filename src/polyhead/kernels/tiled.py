@@ -17,7 +17,7 @@ from torch import Tensor
 from polyhead._torch import widened
 from polyhead.kernels.call import Call, Result, flat, intervals, rows
 from polyhead.kernels.dropout import keeps
-from polyhead.kernels.fused import comparable, even, flash, refuses, strided
+from polyhead.kernels.fused import comparable, even, flash, refuses, strided, with_positive_scale
 from polyhead.kernels.operators import define_attention
 from polyhead.kernels.reference import attend_intervals
 from polyhead.kernels.tiles import Tile, plan
@@ -51,7 +51,10 @@ class Tiled:
             table, bias = (None if x is None else widened(x) for x in (table, bias))
         bias = None if bias is None else rows(bias, batch, 3)
         plain = learned or call.dropout > 0 or device.type != "cpu" or not comparable(dim, width)
-        q, k, v = (call.q, call.k, call.v) if plain else even(call.q, call.k, call.v)
+        q, k, v, scale = call.q, call.k, call.v, call.score.factor(dim)
+        if not plain:
+            q, scale = with_positive_scale(q, scale)
+            q, k, v = even(q, k, v)
         out, lse = torch.ops.polyhead.tiled(
             flat(q),
             flat(k),
@@ -62,7 +65,7 @@ class Tiled:
             table,
             bias,
             call.seed,
-            call.score.factor(dim),
+            scale,
             call.dropout,
             plain,
         )
