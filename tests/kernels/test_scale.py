@@ -150,7 +150,7 @@ def test_a_scale_is_finite(scale: float):
         Dot(scale)
 
 
-@pytest.mark.parametrize("scale", ["1", True, 1j, torch.tensor(1.0), [1.0]], ids=repr)
+@pytest.mark.parametrize("scale", ["1", True, 1j, torch.tensor(1.0, requires_grad=True), [1.0]], ids=repr)
 def test_a_scale_is_a_number(scale: object):
     with pytest.raises(TypeError, match=r"scale must be a number in \(-inf, inf\), got"):
         Dot(scale)
