@@ -98,7 +98,7 @@ def _real(value: Any) -> float | None:
         return None
     if isinstance(value, int):
         # no float is larger than this
-        return float(value) if abs(value) < 2**1023 else math.copysign(math.inf, value)
+        return float(value) if abs(value) < 2**1023 else math.inf if value > 0 else -math.inf
     if isinstance(value, Tensor):
         # what is learned would lose its gradient
         real = value.numel() == 1 and not (value.is_complex() or value.dtype == torch.bool or value.requires_grad)

@@ -16,6 +16,8 @@ import numpy.typing as npt
 from jaxtyping import Float
 from torch import Tensor
 
+from polyhead._checks import kind_of
+
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
@@ -191,9 +193,12 @@ def pixels(image: Any) -> npt.NDArray[np.uint8]:
     """An image of any of the usual forms as bytes (height, width, 3)."""
     if isinstance(image, (str, os.PathLike)):
         raise ValueError(f"image: it is {os.fspath(image)!r}, the name of a file; open it first: PIL.Image.open(…)")
-    array = np.asarray(
-        image.detach().cpu().float() if isinstance(image, Tensor) and image.is_floating_point() else image
-    )
+    try:
+        array = np.asarray(
+            image.detach().cpu().float() if isinstance(image, Tensor) and image.is_floating_point() else image
+        )
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"image must be an array, a tensor or a picture, got {kind_of(image)}: {error}") from None
     shape = array.shape
     rank = lambda n: _CHANNELS.index(n) if n in _CHANNELS else len(_CHANNELS)
     if array.ndim == 3 and rank(shape[0]) <= rank(shape[-1]):

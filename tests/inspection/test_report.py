@@ -252,7 +252,7 @@ def test_bad_input_is_named():
         report(heads, star=(0, 7))
     with pytest.raises(ValueError, match="cards: there is no L2H0"):
         report(heads, cards=[Card(2, 0, "broad", 0.5, 0.1, 3, 0.4, 0.6)])
-    with pytest.raises(ValueError, match="batch: it is 1"):
+    with pytest.raises(ValueError, match=r"batch must be an integer in \[0, 0\], got 1"):
         report(heads, batch=1)
     with pytest.raises(ValueError, match="is a view on contributions"):
         report(heads.contribution())

@@ -13,7 +13,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from polyhead._checks import check_integer
+from polyhead._checks import WrongType, check_integer, kind_of
 from polyhead.heads.origin import WATCHED, WEIGHTS_NEED, Origin, versions
 from polyhead.heads.parts import Index, chosen, narrowed, one, pick
 from polyhead.heads.points import At, averaged_around, drawn_around, drawn_from, points_of
@@ -156,6 +156,7 @@ class Heads(AsTensor):
             known = ", ".join(f"({name!r}, …)" if number else repr(name) for name, number in _METRICS.items())
             raise ValueError(f"metrics: {metric!r} is none of {known}, ('contribution', …)")
         if name == "mass":
+            self._check_place(about[0])
             question = mass_question(about[0], len(part.numbers("queries")), part.keys_seen, self.device)
             return question._replace(moved=moved)
         if name == "top":
@@ -163,6 +164,16 @@ class Heads(AsTensor):
         if name == "heatmap":
             about = [check_integer("size", about[0])]
         return Question(name, tuple(about), moved)
+
+    def _check_place(self, on: object) -> None:
+        """Raise where a tensor of keys is of another batch, or of other heads."""
+        if not isinstance(on, Tensor):
+            return
+        own, queries = len(self._part.axes), len(self._part.numbers("queries"))
+        keys, lead = self._part.keys_seen, tuple(self.shape[:-own])
+        wanted = (*lead, keys) if on.dtype == torch.bool else (*lead, self.shape[-own], queries)
+        if on.shape[-1:] == wanted[-1:] and not broadcasts(tuple(on.shape), wanted):
+            raise ValueError(f"on must broadcast to {wanted}, got shape {tuple(on.shape)}")
 
     def _check_counts(self, counts: object) -> None:
         """Raise where this is not one number a query."""
@@ -269,6 +280,8 @@ class Heads(AsTensor):
             around: how far around the queries to look.
         """
         measure = self._measure()
+        if tokens is not None and not isinstance(tokens, Sequence):
+            raise WrongType(f"tokens must be a list of names, got {kind_of(tokens)}")
         if around is None and image is None and at is None and grid is None:
             numbers = self._part.numbers("heads").tolist()
             return plot(self._row_maps(batch, 256 if size is None else size), numbers, tokens, self._extent(), measure)

@@ -14,7 +14,7 @@ from os import PathLike
 from pathlib import Path
 from typing import NamedTuple
 
-from polyhead._checks import check_integer
+from polyhead._checks import WrongType, check_integer, kind_of
 
 Pair = tuple[int, int]
 _GAP_COLUMNS = (
@@ -140,6 +140,8 @@ def own_pairs(path: str | PathLike[str]) -> list[Sentence]:
 
 
 def _lines(path: str | PathLike[str]) -> list[str]:
+    if not isinstance(path, (str, PathLike)):
+        raise WrongType(f"path must be a str or a path, got {kind_of(path)}")
     try:
         content = Path(path).read_bytes()
         # the first bytes of every gzip file

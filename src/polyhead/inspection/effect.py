@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from polyhead._checks import LARGEST_INT64, check_integer, check_number, check_tensor
+from polyhead._checks import LARGEST_INT64, WrongType, check_integer, check_number, check_tensor, kind_of, shown
 from polyhead.inspection.capture import NOTHING_SEEN, Seen, capture
 
 Loss = Callable[[], Tensor]
@@ -76,6 +76,7 @@ def turned(
     The text is read many times in one batch, with another head gone in each row.
     """
     off = _off(by)
+    check_tensor("ids", ids, "(tokens,)")
     with torch.no_grad():
         with capture(model) as seen:
             before = embed(ids[None]).double()
@@ -149,11 +150,23 @@ def prune(
     """Take out one head after the other, in this order: the loss with 0, 1, 2, … heads gone."""
     off, gone = _off(by), dict[str, list[int]]()
     with torch.no_grad():
-        values = [_changed(model, loss, {})]
+        sizes, base = _looked_at(model, loss)
+        order = [_head(head, sizes) for head in order]
+        values = [base]
         for name, head in order if progress is None else progress(order):
             gone.setdefault(name, []).append(head)
             values.append(_changed(model, loss, {name: partial(off, heads) for name, heads in gone.items()}))
     return values
+
+
+def _head(given: Any, sizes: dict[str, int]) -> Head:
+    """A head of those that a loss makes use of."""
+    if not isinstance(given, (tuple, list)) or len(given) != 2:
+        raise WrongType(f"order must be a list of Head(name, number), got {shown(given)} in it")
+    name, number = given
+    if name not in sizes:
+        raise ValueError(f"order: {name} made no attention call in this loss")
+    return Head(name, check_integer(f"order: the number of a head of {name}", number, 0, sizes[name] - 1))
 
 
 def _off(by: Ablation) -> Callable[[list[int], Tensor], Tensor]:
@@ -192,11 +205,17 @@ def _changed(model: nn.Module, loss: Loss, edits: dict[str, Callable[[Tensor], T
 
 def _looked_at(model: nn.Module, loss: Loss) -> tuple[dict[str, int], float]:
     """The heads that a loss makes use of, and the loss."""
+    _check_function("loss", loss)
     with capture(model) as seen:
         value = _number(loss())
     if not seen:
         raise ValueError(f"model: {NOTHING_SEEN}")
     return {name: _heads(seen, name) for name in seen}, value
+
+
+def _check_function(name: str, given: object) -> None:
+    if not callable(given):
+        raise WrongType(f"{name} must be a function without arguments, got {kind_of(given)}")
 
 
 def _heads(seen: Seen, name: str) -> int:
@@ -221,6 +240,7 @@ def causal_lm(logits: Callable[[Int[Tensor, "batch tokens"]], Tensor], ids: Int[
         logits: ids to logits (batch, tokens, vocabulary); a language model of transformers is such a function.
         ids: the texts.
     """
+    check_tensor("ids", ids, "(batch, tokens)")
     return lambda: F.cross_entropy(_logits(logits(ids))[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())
 
 
@@ -263,6 +283,7 @@ def embedding_change(embed: Callable[[], Float[Tensor, "... dim"]]) -> Loss:
     Args:
         embed: calls the model and returns vectors: one for each text, or for each token.
     """
+    _check_function("embed", embed)
     with torch.no_grad():
         before = embed().detach().clone()
     return lambda: 1 - F.cosine_similarity(embed().double(), before.double(), dim=-1).mean()

@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from polyhead._checks import check_integer
 from polyhead.heads import Heads
 from polyhead.inspection import imaged
 from polyhead.inspection.imaged import Imaged
@@ -120,8 +121,7 @@ def layer_of(
     if part.moved is not None:
         raise ValueError(f"heads: {name!r} is a view on contributions; pass the view itself, the page shows both")
     lead = part.shape[: -len(part.axes)]
-    if not 0 <= batch < lead.numel():
-        raise ValueError(f"batch: it is {batch}; {name!r} has {lead.numel()} rows")
+    batch = check_integer("batch", batch, 0, lead.numel() - 1, hint=f"{name!r} has {lead.numel()} rows")
     if 0 in part.shape or 0 in (len(part.numbers("queries")), len(part.numbers("keys"))):
         raise ValueError(f"heads: {name!r} has the shape {tuple(part.shape)}; there is nothing to show")
     view = lasting.row(batch)

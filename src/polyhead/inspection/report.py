@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from polyhead import _files
-from polyhead._checks import shown
+from polyhead._checks import WrongType, kind_of, shown
 from polyhead.heads import Heads
 from polyhead.inspection.imaged import blank, coarse, embedded, entire, imaged
 from polyhead.inspection.record import EDGES, Blobs, Layer, layer_of, layers_record, telling
@@ -103,6 +103,9 @@ def report(
             f"heads: it is {type(heads).__name__}; it must be a Heads, or what capture records: "
             "with capture(model) as seen: model(x)"
         )
+    for argument, words in (("path", path), ("title", title), ("finding", finding)):
+        if words is not None and not isinstance(words, (str, os.PathLike) if argument == "path" else str):
+            raise WrongType(f"{argument} must be a str, got {kind_of(words)}")
     named = {"attention": heads} if isinstance(heads, Heads) else dict(heads)
     if not named:
         raise ValueError("heads: it is empty; there is no attention to show")
@@ -125,7 +128,7 @@ def report(
             layers.append(layer_of(number, name, view, batch, over.texts(), over))
             continue
         layers.append(layer_of(number, name, view, batch, _fitting(name, view, given)))
-    cards, notes = list(cards), list(notes)
+    cards, notes = _listed("cards", cards, Card), _listed("notes", notes, str)
     picture = _image(image, at, star, layers, notes)
     known = {(layer.number, head) for layer in layers for head in layer.heads}
     if star is not None and star not in known:
@@ -154,6 +157,17 @@ def report(
     if path is not None:
         page.write(path)
     return page
+
+
+def _listed(name: str, given: Iterable[Any], kind: type) -> list[Any]:
+    """What was given as a list of one kind of things."""
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        raise WrongType(f"{name} must be a list of {kind.__name__}, got {kind_of(given)}")
+    each = list(given)
+    for place, item in enumerate(each):
+        if not isinstance(item, kind):
+            raise WrongType(f"{name}[{place}] must be a {kind.__name__}, got {kind_of(item)}")
+    return each
 
 
 def _image(

@@ -14,7 +14,7 @@ from polyhead._checks import WrongType, check_number, check_tensor, kind_of
 from polyhead.kernels.call import Call, to_heads
 from polyhead.kernels.metrics import BLOCK
 from polyhead.kernels.reference import scores, softmax, through_sink
-from polyhead.neighbourhood import Dense, Neighbourhood
+from polyhead.neighbourhood import Neighbourhood, neighbourhood
 from polyhead.nn.attention import MultiHeadAttention
 from polyhead.score import Dot
 
@@ -81,7 +81,7 @@ def self_dominance(
     _check(x, layer, scale)
     if layer is None:
         tokens = x.double().unsqueeze(-3)
-        call = Call(tokens, tokens, tokens, Dense() if over is None else over.within(True), Dot(scale))
+        call = Call(tokens, tokens, tokens, neighbourhood(over).within(True), Dot(scale))
         call.over.check(call.sizes)
         margin, weight = _measured(call)
         return SelfDominance(margin.squeeze(-2), weight.squeeze(-2))

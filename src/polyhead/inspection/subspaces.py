@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from polyhead._checks import check_tensor
 from polyhead.manifold import Stiefel
 from polyhead.nn.attention import MultiHeadAttention
 
@@ -78,7 +79,7 @@ def captured_variance(layer: MultiHeadAttention, x: Float[Tensor, "... items fea
     """
     bases = _bases(layer, of, "layer")
     features = bases.shape[1]
-    if x.dim() < 2 or x.shape[-1] != features:
+    if check_tensor("x", x, f"(..., items, {features})").dim() < 2 or x.shape[-1] != features:
         raise ValueError(
             f"x: its shape is {tuple(x.shape)}; it must be (..., items, {features}), as {of}_proj takes it"
         )

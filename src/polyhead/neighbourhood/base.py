@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
+from polyhead._checks import check_tensor, kind_of
 from polyhead._torch import numbers_hidden, register
 
 if TYPE_CHECKING:
@@ -152,12 +153,12 @@ class Mask(Neighbourhood):
     def __init__(self, keep: Bool[Tensor, "... queries keys"]) -> None:
         given: object = keep
         if not isinstance(given, Tensor):
-            kind = f"the class {given.__name__}" if isinstance(given, type) else type(given).__name__
             raise ValueError(
-                f"over: got {kind}; pass a neighbourhood such as Causal() or Padding(lengths), "
+                f"over: got {kind_of(given)}; pass a neighbourhood such as Causal() or Padding(lengths), "
                 "or a bool tensor that is True where attention may go"
             )
-        if keep.is_floating_point():
+        check_tensor("Mask: keep", keep, "(..., queries, keys)")
+        if keep.is_floating_point() or keep.is_complex():
             raise ValueError(
                 f"Mask: keep is {keep.dtype}; it must be bool, True where attention may go. To add numbers to the scores pass "
                 "them as bias=...; for an additive mask, 0 where attention may go, pass keep = mask == 0"
@@ -166,7 +167,7 @@ class Mask(Neighbourhood):
             if not numbers_hidden(keep) and not bool(((keep == 0) | (keep == 1)).all()):
                 raise ValueError(
                     f"Mask: keep is {keep.dtype} with values other than 0 and 1; 1 (True) = may attend. "
-                    + ("Edges go to Graph(edge_index)" if keep.shape[0] == 2 else "Lengths go to Padding(lengths)")
+                    + ("Edges go to Graph(edge_index)" if keep.shape[:1] == (2,) else "Lengths go to Padding(lengths)")
                 )
             keep = keep.bool()
         if keep.dim() < 2:

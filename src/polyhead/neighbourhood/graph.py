@@ -9,7 +9,7 @@ from jaxtyping import Bool, Float, Int, Integer
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from polyhead._checks import LARGEST, as_tensor, check_integer, shown
+from polyhead._checks import LARGEST, WrongType, as_tensor, check_integer, shown
 from polyhead._torch import numbers_hidden, widened
 from polyhead.neighbourhood.base import Neighbourhood, Sizes, neighbourhood, parts
 from polyhead.neighbourhood.order import order
@@ -145,6 +145,8 @@ class Graph(Neighbourhood):
                 f"with_self_loops: {self.sources} sources are not the {self.destinations} destinations; only nodes that are "
                 "both have self-loops"
             )
+        if isinstance(fill, str) and fill != "mean":
+            raise ValueError(f"fill: it is {fill!r}; it must be a number, a tensor or 'mean'")
         source, destination = pairs = self.edge_index
         bare = torch.ones(self.sources, dtype=torch.bool, device=pairs.device)
         bare[source[source == destination]] = False
@@ -158,19 +160,21 @@ class Graph(Neighbourhood):
 
     def _fill(self, fill: float | Tensor | str, features: Float[Tensor, "edges dim"]) -> Float[Tensor, "nodes dim"]:
         if isinstance(fill, str):
-            if fill != "mean":
-                raise ValueError(f"fill: it is {fill!r}; it must be a number, a tensor or 'mean'")
             wide = widened(features)
             total = wide.new_zeros(self.destinations, wide.shape[1]).index_add(0, self.edge_index[1], wide)
             return (total / self.order.first.diff().clamp(min=1)[:, None]).to(features.dtype)
-        filled = torch.as_tensor(fill, dtype=features.dtype, device=features.device)
+        filled = as_tensor("fill", fill, "of an edge's features").to(features.device, features.dtype)
         if filled.dim() and filled.shape[-1] not in (1, features.shape[1]):
             raise ValueError(f"fill: its shape is {tuple(filled.shape)}, but an edge has {features.shape[1]} features")
         return filled.expand(self.destinations, features.shape[1])
 
     def to(self, device: torch.device | str) -> Graph:
         """The same graph on another device."""
-        moved: Graph = pytree.tree_map(lambda x: x.to(device=torch.device(device)), self)
+        try:
+            there = torch.device(device)
+        except (RuntimeError, TypeError):
+            raise ValueError(f"device must be a torch.device, or the name of one, got {shown(device)}") from None
+        moved: Graph = pytree.tree_map(lambda x: x.to(device=there), self)
         return moved
 
     def reverse(self) -> Graph:
@@ -203,6 +207,8 @@ class Graph(Neighbourhood):
     @staticmethod
     def batch(graphs: Sequence[Graph]) -> Graph:
         """Several graphs side by side as one: the nodes and edges of the second count on from the first's."""
+        if not isinstance(graphs, Sequence) or not all(isinstance(graph, Graph) for graph in graphs):
+            raise WrongType(f"Graph.batch: graphs must be a list of Graph, got {shown(graphs)}")
         if not graphs:
             raise ValueError("Graph.batch: there are no graphs; pass at least one")
         for name in ("features", "weights"):

@@ -362,7 +362,8 @@ def _sizes(given: tuple[Any, ...]) -> tuple[Any, ...]:
 
 def _window(given: Any, axes: int) -> tuple[int | None, ...]:
     """One odd number an axis, or None for all of it."""
-    numbers = tuple(1 if n is None else n for n in given) if isinstance(given, Sequence) else given
+    listed = isinstance(given, Sequence) and not isinstance(given, str)
+    numbers = tuple(1 if n is None else n for n in given) if listed else given
     known = _each("Grid", "window", numbers, axes)
     if any(n % 2 == 0 for n in known):
         raise ValueError(
@@ -374,7 +375,7 @@ def _window(given: Any, axes: int) -> tuple[int | None, ...]:
 
 def _each(owner: str, name: str, given: Any, axes: int | None) -> tuple[int, ...]:
     """One integer an axis, 1 or more, from one for all or one each."""
-    if not isinstance(given, Sequence):
+    if not isinstance(given, Sequence) or isinstance(given, str):
         return (check_integer(f"{owner}: {name}", given),) * (axes or 1)
     if not given or (axes is not None and len(given) != axes):
         wanted = "one integer per axis" if axes is None else f"one integer, or one for each of {axes} axes"

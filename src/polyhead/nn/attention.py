@@ -11,6 +11,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from polyhead._checks import (
+    HEADS,
     WrongType,
     check_integer,
     check_integers,
@@ -100,10 +101,10 @@ class MultiHeadAttention(nn.Module):
         super().__init__()
         if torch_words:
             raise untranslated(torch_words, CONSTRUCTOR_WORDS)
-        d_model, num_heads, kv_heads, head_dim, value_dim, d_key, d_value, d_out = check_sizes(
-            d_model=d_model, num_heads=num_heads, kv_heads=kv_heads, head_dim=head_dim, value_dim=value_dim, d_key=d_key,
-            d_value=d_value, d_out=d_out,
-        )  # fmt: skip
+        d_model, num_heads = check_integer("d_model", d_model), check_integer("num_heads", num_heads, 1, HEADS)
+        kv_heads, head_dim, value_dim, d_key, d_value, d_out = check_sizes(
+            kv_heads=kv_heads, head_dim=head_dim, value_dim=value_dim, d_key=d_key, d_value=d_value, d_out=d_out
+        )
         if head_dim is None and d_model % num_heads:
             raise ValueError(
                 f"num_heads: {num_heads} does not divide d_model {d_model}; "
@@ -430,17 +431,21 @@ class MultiHeadAttention(nn.Module):
             self.score.check(self.num_heads, self.head_dim, self.score.edge_dim)
 
     def _check_inputs(self, query: Tensor, key: Tensor, value: Tensor) -> None:
-        plain = isinstance(query, Tensor) and value is query and query.dim() > 1 and not query.is_nested
-        if plain and query.shape[-1] == self.d_model == self.d_key == self.d_value:
+        dense = isinstance(query, Tensor) and query.layout == torch.strided and not query.is_nested
+        if (
+            dense
+            and value is query
+            and query.dim() > 1
+            and query.shape[-1] == self.d_model == self.d_key == self.d_value
+        ):
             return
         for name, x, features in (
             ("query", query, self.d_model),
             ("key", key, self.d_key),
             ("value", value, self.d_value),
         ):
-            if not isinstance(x, Tensor) or x.is_nested:
-                # a sparse one is for the projections to take, or to refuse
-                check_tensor(name, x, f"(..., items, {features})")
+            if not isinstance(x, Tensor) or x.is_nested or (x.layout != torch.strided and x.dim() != 2):
+                check_tensor(name, x, f"(..., items, {features}), or a sparse one without a batch")
             shape = x.shape
             if len(shape) < 2 or shape[-1] != features:
                 image = len(shape) > 2 and shape[1] == features

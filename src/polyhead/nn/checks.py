@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from polyhead._checks import HEADS, LARGEST, check_integer, check_number
+from polyhead._checks import HEADS, LARGEST, check_integer, check_number, check_tensor
 
 CONSTRUCTOR_WORDS = {
     "embed_dim": "d_model",
@@ -29,8 +30,8 @@ CALL_WORDS = {
 
 
 def check_sizes(**sizes: object) -> list[Any]:
-    """Sizes as integers, 1 or more; None stays."""
-    most = {"num_heads": HEADS, "kv_heads": HEADS}
+    """Sizes that may be left out, as integers, 1 or more; None stays."""
+    most = {"kv_heads": HEADS}
     return [
         None if size is None else check_integer(name, size, 1, most.get(name, LARGEST)) for name, size in sizes.items()
     ]
@@ -41,11 +42,23 @@ def check_shares(**shares: object) -> list[float]:
     return [check_number(name, share, 0, 1, "[)") for name, share in shares.items()]
 
 
+def check_features(name: str, x: Tensor, features: int, layer: nn.Module) -> None:
+    """Raise where this is not a tensor (..., features) of a layer's dtype, on its device."""
+    if check_tensor(name, x, f"(..., {features})").dim() < 1 or x.shape[-1] != features:
+        raise ValueError(f"{name} must be a tensor (..., {features}), got shape {tuple(x.shape)}")
+    check_like(layer, **{name: x})
+
+
 def check_like(layer: nn.Module, **inputs: Tensor) -> None:
     """Raise where inputs are not of a layer's dtype or device: asked once torch has refused them, in its own words."""
     own = next((p for p in layer.parameters() if p.is_floating_point()), None)
     for name, x in inputs.items():
-        if own is not None and (x.dtype != own.dtype or x.device != own.device):
+        # under autocast dtypes differ, and are no reason
+        if (
+            own is not None
+            and not torch.is_autocast_enabled(own.device.type)
+            and (x.dtype != own.dtype or x.device != own.device)
+        ):
             raise ValueError(
                 f"{name} must be {own.dtype} on {own.device}, as the layer's weights are, got {x.dtype} on {x.device}; "
                 f"pass {name}.to(…), or move the layer with .to(…)"

@@ -20,7 +20,7 @@ from polyhead.heads import Heads
 from polyhead.neighbourhood import Grid, Neighbourhood, Offsets
 from polyhead.neighbourhood.grid import written
 from polyhead.nn.attention import MultiHeadAttention
-from polyhead.nn.checks import check_sizes
+from polyhead.nn.checks import check_like, check_sizes
 from polyhead.nn.geometry import CONVOLUTIONS, Geometry, geometry
 from polyhead.nn.surgery import KEPT, Nothing
 from polyhead.nn.taps import Points, around, bias, check_content, convolution, offsets, taps
@@ -61,7 +61,11 @@ class ConvolutionalAttention(nn.Module):
         x, sizes = self._items(image)
         outputs = self.geometry.outputs(sizes)
         query = _asking(x, self.geometry, sizes, outputs)
-        y, heads = self.attention(query, None if query is x else x, over=self.over(sizes, x.device))
+        try:
+            y, heads = self.attention(query, None if query is x else x, over=self.over(sizes, x.device))
+        except RuntimeError:
+            check_like(self, image=image)
+            raise
         y = y.squeeze(-1) if self.channelwise else y.transpose(-2, -1)
         # as the convolution gives it: channels lie inside only where they came so
         y = y.contiguous() if image.is_contiguous() else y

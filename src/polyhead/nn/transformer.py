@@ -16,7 +16,7 @@ from polyhead.kernels.thin import linear, mapped
 from polyhead.neighbourhood import Causal, Neighbourhood, Padding
 from polyhead.nn.attention import MultiHeadAttention
 from polyhead.nn.cache import KeyValueCache, Memory, all_or_none
-from polyhead.nn.checks import check_like, check_shares, check_sizes
+from polyhead.nn.checks import check_features, check_shares, check_sizes
 from polyhead.nn.generate import Choice, check_evaluation, check_request, continued
 from polyhead.nn.inputs import live_rows, thinned
 
@@ -43,7 +43,7 @@ class FeedForward(nn.Module):
         self, d_model: int, d_hidden: int, *, activation: str = "relu", gated: bool = False, bias: bool = True
     ) -> None:
         super().__init__()
-        d_model, d_hidden = check_sizes(d_model=d_model, d_hidden=d_hidden)
+        d_model, d_hidden = check_integer("d_model", d_model), check_integer("d_hidden", d_hidden)
         check_numel("up", (d_hidden, d_model), hint="d_model or d_hidden is too large")
         if not isinstance(activation, str) or activation not in ACTIVATIONS:
             raise ValueError(f"activation: it is {activation!r}; it must be one of {', '.join(ACTIVATIONS)}")
@@ -58,7 +58,7 @@ class FeedForward(nn.Module):
             up = mapped(self.up, x)
             return mapped(self.down, act(up) if self.gate is None else act(mapped(self.gate, x)) * up)
         except (RuntimeError, TypeError, AttributeError):
-            check_features(self, x, self.up.in_features)
+            check_features("x", x, self.up.in_features, self)
             raise
 
     def extra_repr(self) -> str:
@@ -151,11 +151,11 @@ class TransformerLayer(nn.Module):
                 else "memory: this layer has no cross-attention; make it with cross=MultiHeadAttention(…)"
             )
         if not isinstance(x, Tensor) or x.dim() < 2 or x.shape[-1] != self.self.d_model:
-            check_features(self, x, self.self.d_model)
+            check_features("x", x, self.self.d_model, self)
         try:
             x = self._with(x, self.self_norm, lambda y: self.self(y, over=over, cache=cache)[0])
         except RuntimeError:
-            check_features(self, x, self.self.d_model)
+            check_features("x", x, self.self.d_model, self)
             raise
         if self.cross is not None:
             cross, norm = self.cross, self.cross_norm
@@ -178,13 +178,6 @@ class TransformerLayer(nn.Module):
 
     def extra_repr(self) -> str:
         return f"norm_first={self.norm_first}, dropout={self.dropout}"
-
-
-def check_features(layer: nn.Module, x: Tensor, features: int) -> None:
-    """Raise where this is not a tensor (..., features) of the layer's dtype, on its device."""
-    if check_tensor("x", x, f"(..., {features})").dim() < 1 or x.shape[-1] != features:
-        raise ValueError(f"x must be a tensor (..., {features}), got shape {tuple(x.shape)}")
-    check_like(layer, x=x)
 
 
 def _check_part(name: str, attention: object) -> None:
@@ -236,9 +229,8 @@ class Transformer(nn.Module):
     ) -> None:
         super().__init__()
         encoder_layers, decoder_layers = _two(layers)
-        vocab, source_vocab, d_model, d_feedforward = check_sizes(
-            vocab=vocab, source_vocab=source_vocab, d_model=d_model, d_feedforward=d_feedforward
-        )
+        vocab, d_model = check_integer("vocab", vocab), check_integer("d_model", d_model)
+        source_vocab, d_feedforward = check_sizes(source_vocab=source_vocab, d_feedforward=d_feedforward)
         check_numel("embedding", (max(vocab, source_vocab or 0), d_model), hint="vocab or d_model is too large")
         attention_dropout = dropout if attention_dropout is None else attention_dropout
         dropout, attention_dropout = check_shares(dropout=dropout, attention_dropout=attention_dropout)
@@ -319,6 +311,8 @@ class Transformer(nn.Module):
         _check_padding("target_over", over)
         _check_padding("memory_over", memory_over)
         check_ids("target", target, self.vocab)
+        if not isinstance(memory, (Tensor, Sequence)):
+            raise WrongType(f"memory must be what encode gave, or what begin made of it, got {kind_of(memory)}")
         for name, given in (("memory", memory), ("caches", caches)):
             if given is not None and not isinstance(given, Tensor) and len(given) != len(self.decoder):
                 raise ValueError(
@@ -343,7 +337,11 @@ class Transformer(nn.Module):
 
     def logits(self, hidden: Float[Tensor, "... d_model"]) -> Float[Tensor, "... vocab"]:
         """How likely each token is to come next."""
-        return linear(hidden, self.embedding.weight)
+        try:
+            return linear(hidden, self.embedding.weight)
+        except (RuntimeError, TypeError, AttributeError):
+            check_features("hidden", hidden, self.d_model, self)
+            raise
 
     @torch.no_grad()
     def generate(
@@ -422,7 +420,8 @@ def embedding(count: int, features: int) -> nn.Embedding:
 
 def check_ids(name: str, ids: Tensor, count: int, whose: str = "the vocabulary's") -> None:
     """Raise where numbers are not rows of an embedding, such as ids of a vocabulary."""
-    check_tensor(name, ids, "of ids (..., tokens)")
+    if not check_tensor(name, ids, "of ids (..., tokens)").dim():
+        raise ValueError(f"{name} must be a tensor of ids (..., tokens), got shape ()")
     if ids.dtype not in (torch.int64, torch.int32):
         raise ValueError(f"{name}: they are {ids.dtype}; they must be torch.int64 or torch.int32")
     if numbers_hidden(ids) or not ids.numel():

@@ -1,0 +1,246 @@
+"""Malformed inputs of views on heads and of the inspector."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import torch
+from malformed_row import INF, LARGEST, NAN, Row, integers, numbers, tensors
+from torch import nn
+
+from polyhead import Causal, Graph, Grid, MultiHeadAttention, Padding, capture, report, self_dominance
+from polyhead.inspection import Text, captured_variance, principal_angles, rollout, subspaces
+from polyhead.inspection.corpus import gap, own_pairs, some, treebank
+from polyhead.inspection.effect import ablate, causal_lm, embedding_change, importance, masked_lm, prune, turned
+from polyhead.inspection.find import Subject, find, induction
+from polyhead.inspection.roles import Card
+
+X = torch.randn(2, 6, 12)
+MHA = MultiHeadAttention(12, 3)
+HEADS_SEEN = MHA(X)[1]
+ON_GRAPH = MHA(X, over=Graph(torch.tensor([[0, 1], [1, 2]]), 6))[1]
+ON_GRID = MHA(X, over=Grid(2, 3))[1]
+IDS = torch.tensor([[1, 2, 3]])
+
+
+def seen(**options):
+    with capture(MHA, **options) as found:
+        MHA(X)
+    return found
+
+
+def edited(*arguments, called=False, **options):
+    with capture(MHA) as found:
+        if called:
+            MHA(X)
+        found.edit(*arguments, **options)
+        MHA(X)
+
+
+def after_the_context():
+    seen().edit("MultiHeadAttention", lambda x: x)
+
+
+VIEWS = [
+    *integers("Heads.top", "k", HEADS_SEEN.top, 1, 6),
+    *integers("Heads.heatmap", "size", HEADS_SEEN.heatmap),
+    *integers("Heads.agreement", "queries", HEADS_SEEN.agreement, 2),
+    *integers("Heads.row", "batch", HEADS_SEEN.row, 0, 1),
+    *integers("Heads.around", "reach", lambda x: ON_GRID.around((x, 1)), 0, name="reach[0]"),
+    Row("Heads.around", "reach is None", lambda: ON_GRID.around(None), "^reach must be a list of integers", TypeError),
+    Row("Heads.around", "reach for other axes", lambda: ON_GRID.around((1, 1, 1)), "^reach must be an integer, or one for each of 2 axes"),
+    Row("Heads.around", "no grid", lambda: HEADS_SEEN.around(1), "^grid: .*does not say where items stand"),
+    Row("Heads.around", "on a graph", lambda: ON_GRAPH.around(1), "^grid: this attention is on a graph"),
+    *integers("Heads.around", "grid", lambda x: HEADS_SEEN.around(1, grid=(x, 3)), name="grid[0]"),
+    Row("Heads.around", "grid of more points", lambda: HEADS_SEEN.around(1, grid=(3, 3)), "^grid: 3 x 3 are 9 points, but there are 6"),
+    Row("Heads.around", "grid is a string", lambda: HEADS_SEEN.around(1, grid="33"), "^grid must be a list of integers", TypeError),
+    Row("Heads.mass", "an unknown word", lambda: HEADS_SEEN.mass("last"), "^on must be one of", TypeError),
+    Row("Heads.mass", "a float", lambda: HEADS_SEEN.mass(1.5), "^on must be one of", TypeError),
+    Row("Heads.mass", "None", lambda: HEADS_SEEN.mass(None), "^on must be one of", TypeError),
+    Row("Heads.mass", "a bool", lambda: HEADS_SEEN.mass(True), "^on must be one of", TypeError),
+    Row("Heads.mass", "2**40 away", lambda: HEADS_SEEN.mass(2**40), "^on must be an integer in"),
+    Row("Heads.mass", "a tensor of floats", lambda: HEADS_SEEN.mass(torch.ones(6)), "^on: it is torch.float32"),
+    Row("Heads.mass", "of other keys", lambda: HEADS_SEEN.mass(torch.ones(5).bool()), "^on: it is torch.bool of shape"),
+    Row("Heads.mass", "of another batch", lambda: HEADS_SEEN.mass(torch.ones(3, 6).bool()), "^on"),
+    Row("Heads.mass", "keys of another batch", lambda: HEADS_SEEN.mass(torch.zeros(5, 1, 6).long()), "^on"),
+    Row("Heads.received", "counts is a list", lambda: HEADS_SEEN.received([1.0]), "^counts: it is list"),
+    Row("Heads.received", "counts of other queries", lambda: HEADS_SEEN.received(torch.ones(5)), "^counts: it is"),
+    Row("Heads.select", "heads out of range", lambda: HEADS_SEEN.select(heads=3), r"^heads must be integers in \[-3, 2\]"),
+    Row("Heads.select", "heads before the first", lambda: HEADS_SEEN.select(heads=-4), "^heads must be integers"),
+    Row("Heads.select", "heads is a float", lambda: HEADS_SEEN.select(heads=[0.5]), "^heads must be integers"),
+    Row("Heads.select", "heads is a string", lambda: HEADS_SEEN.select(heads="0"), "^heads must be a tensor of integers", TypeError),
+    Row("Heads.select", "queries of 70 bits", lambda: HEADS_SEEN.select(queries=2**70), "^queries must be a tensor of integers", TypeError),
+    Row("Heads.select", "keys are complex", lambda: HEADS_SEEN.select(keys=1j), "^keys must be integers"),
+    Row("Heads.select", "keys are too few bools", lambda: HEADS_SEEN.select(keys=[True, False]), "^keys must be integers"),
+    Row("Heads.select", "edges of no graph", lambda: HEADS_SEEN.select(edges=0), "^edges: this attention is not on a graph"),
+    Row("Heads.select", "edges out of range", lambda: ON_GRAPH.select(edges=2), "^edges must be integers"),
+    Row("Heads.edge_index", "of no graph", lambda: HEADS_SEEN.edge_index, "^edge_index: this attention is not on a graph"),
+    Row("Heads.measure", "an unknown metric", lambda: HEADS_SEEN.measure("spread"), "^metrics: 'spread' is none of"),
+    Row("Heads.measure", "a number", lambda: HEADS_SEEN.measure(3), "^metrics: 3 is no name of a metric"),
+    Row("Heads.measure", "an empty tuple", lambda: HEADS_SEEN.measure(()), "^metrics: .. is no name"),
+    Row("Heads.measure", "a list", lambda: HEADS_SEEN.measure(["top", 3]), "^metrics: .* is no name"),
+    Row("Heads.measure", "an argument is missing", lambda: HEADS_SEEN.measure("top"), "^metrics: 'top' is none of"),
+    Row("Heads.measure", "a tuple in a tuple", lambda: HEADS_SEEN.measure((("top",), 3)), "^metrics: "),
+    Row("Heads.plot", "batch out of range", lambda: HEADS_SEEN.plot(batch=2), r"^batch must be an integer in \[0, 1\]"),
+    Row("Heads.plot", "size is zero", lambda: HEADS_SEEN.plot(size=0), "^size must be an integer"),
+    Row("Heads.plot", "tokens of other keys", lambda: HEADS_SEEN.plot(tokens=["a"]), "^tokens: there are 1 names for 6 keys"),
+    Row("Heads.plot", "tokens is a number", lambda: HEADS_SEEN.plot(tokens=3), "^tokens must be", TypeError),
+    Row("Heads.plot", "at without a grid", lambda: HEADS_SEEN.plot(at=(0, 0)), "^grid: .*does not say where"),
+    Row("Heads.plot", "at out of range", lambda: ON_GRID.plot(at=(2, 0)), r"^at\[0\] must be an integer in \[0, 1\]"),
+    Row("Heads.plot", "at of other axes", lambda: ON_GRID.plot(at=(0, 0, 0)), "^at must be a point of 2 x 3 queries"),
+    Row("Heads.plot", "at is a string", lambda: ON_GRID.plot(at="01"), "^at must be a point"),
+    Row("Heads.plot", "at is a float", lambda: ON_GRID.plot(at=1.5), "^at must be a point"),
+    Row("Heads.plot", "around and at", lambda: ON_GRID.plot(at=0, around=1), "^around: it draws the average"),
+    Row("Heads.plot", "image is the name of a file", lambda: ON_GRID.plot(image="photo.png"), "^image: it is 'photo.png', the name of a file"),
+    Row("Heads.plot", "image has five axes", lambda: ON_GRID.plot(image=torch.ones(1, 1, 3, 2, 2)), "^image: it is float32 of shape"),
+    Row("Heads.plot", "image of words", lambda: ON_GRID.plot(image=[["a"]]), "^image: it is"),
+    Row("Heads.plot", "image is NaN", lambda: ON_GRID.plot(image=torch.full((3, 4, 4), NAN)), "^image: some of its numbers are not finite"),
+    Row("Heads.plot", "image of different lengths", lambda: ON_GRID.plot(image=[[1.0], [1.0, 2.0]]), "^image"),
+]  # fmt: skip
+
+CAPTURE = [
+    Row("capture", "model is None", lambda: capture(None).__enter__(), "^model: it is NoneType; it must be"),
+    Row("capture", "model is a function", lambda: capture(torch.relu).__enter__(), "^model: it is"),
+    Row("capture", "layers is unknown", lambda: seen(layers=["nope"]), r"^layers\[0\] must be the name of a module .*got 'nope'"),
+    Row("capture", "layers is a pattern of nothing", lambda: seen(layers=["q_proj", "x.*"]), r"^layers\[1\] must be the name of a module"),
+    Row("capture", "layers is a number", lambda: seen(layers=3), "^layers: it is 3; it must be a list"),
+    Row("capture", "layers is a string", lambda: seen(layers="q_proj"), "^layers: it is 'q_proj'; it must be a list"),
+    Row("capture", "layers is negative", lambda: seen(layers=[-1]), r"^layers\[0\] must be an integer in \[0,"),
+    Row("capture", "layers is a float", lambda: seen(layers=[1.5]), "^layers: it is .1.5.; it must be a list"),
+    Row("capture", "layers is a bool", lambda: seen(layers=[True]), "^layers: it is .True.; it must be a list"),
+    Row("capture", "heads is a number", lambda: seen(heads=2), "^heads must be a list of integers", TypeError),
+    Row("capture", "heads is a float", lambda: seen(heads=[0.5]), r"^heads\[0\] must be an integer", TypeError),
+    Row("capture", "heads is a string", lambda: seen(heads="01"), "^heads must be a list", TypeError),
+    Row("capture", "heads that are not there", lambda: seen(heads=[7]), "^heads must be integers in"),
+    Row("capture", "metrics is a string", lambda: seen(metrics="entropy"), "^metrics: it is 'entropy'; it must be a list"),
+    Row("capture", "metrics is unknown", lambda: seen(metrics=["spread"]), "^metrics: 'spread' is none of"),
+    Row("capture", "metrics is a number", lambda: seen(metrics=[3]), "^metrics: it is"),
+    Row("capture", "a name that made no call", lambda: seen()["nope"], "'nope' made no attention call", KeyError),
+    Row("capture", "a metric that was not kept", lambda: seen(metrics=["entropy"])["MultiHeadAttention"].top(2), "^metrics: .'top', 2. was not kept"),
+    Row("Seen.edit", "change is a number", lambda: edited("MultiHeadAttention", 3), "^change: it is int; it must be a function"),
+    Row("Seen.edit", "of is unknown", lambda: edited("MultiHeadAttention", lambda x: x, "scores"), "^of: it is 'scores'"),
+    Row("Seen.edit", "name is unknown", lambda: edited("nope", lambda x: x, called=True), "^name: 'nope' made no attention call"),
+    Row("Seen.edit", "after the context", after_the_context, "^edit: the context of capture has ended"),
+    Row("Seen.edit", "change returns nothing", lambda: edited("MultiHeadAttention", lambda x: None), "^change: it returned NoneType"),
+    Row("Seen.edit", "change returns another shape", lambda: edited("MultiHeadAttention", lambda x: x[:1]), "^change: it returned"),
+    Row("rollout", "nothing", lambda: rollout({}, 0), "^seen: it is empty"),
+    Row("rollout", "a number", lambda: rollout(3, 0), "^seen must be what capture records", TypeError),
+    Row("rollout", "numbers only", lambda: rollout(seen(metrics=["entropy"]), 0), "^seen must be what capture records", TypeError),
+    Row("rollout", "layers of different lengths", lambda: rollout({"a": HEADS_SEEN, "b": MHA(X[:, :4])[1]}, 0), "^seen: the layers have"),
+    *integers("rollout", "token", lambda x: rollout(seen(), x), -6, 5),
+]  # fmt: skip
+
+CARD = Card(0, 9, "broad", 0.5, 0.1, 3, 0.4, 0.6)
+REPORT = [
+    Row("report", "heads is a layer", lambda: report(MHA), "^heads: it is MultiHeadAttention; it must be a Heads"),
+    Row("report", "heads is empty", lambda: report({}), "^heads: it is empty"),
+    Row("report", "heads of tensors", lambda: report({"a": X}), "^heads: 'a' is Tensor; it must be a Heads"),
+    Row("report", "texts is a string", lambda: report(HEADS_SEEN, texts="abcdef"), "^texts: it is str; it must be a Text"),
+    Row("report", "texts is a number", lambda: report(HEADS_SEEN, texts=3), "^texts: it is int; it must be a Text"),
+    Row("report", "texts of other tokens", lambda: report(HEADS_SEEN, texts=["a"]), "^texts: .*has 6 queries, but the text has 1 pieces"),
+    Row("report", "texts without words", lambda: report(HEADS_SEEN, texts=Text(tuple("abcdef"), (0,), ("a",))), "^texts: 1 pieces have a word"),
+    Row("report", "star out of range", lambda: report(HEADS_SEEN, star=(0, 9)), "^star must be .layer, head. of one of 1 layers"),
+    Row("report", "star is a number", lambda: report(HEADS_SEEN, star=3), "^star must be .layer, head."),
+    Row("report", "star of one", lambda: report(HEADS_SEEN, star=(0,)), "^star must be .layer, head."),
+    Row("report", "star is a string", lambda: report(HEADS_SEEN, star="L0H0"), "^star must be .layer, head."),
+    Row("report", "cards of other heads", lambda: report(HEADS_SEEN, cards=[CARD]), "^cards: there is no L0H9"),
+    Row("report", "cards is a string", lambda: report(HEADS_SEEN, cards="a"), "^cards must be", TypeError),
+    *integers("report", "batch", lambda x: report(HEADS_SEEN, batch=x), 0, 1),
+    Row("report", "grid without an image", lambda: report(HEADS_SEEN, grid=(2, 3)), "^grid: .*pass image= too"),
+    Row("report", "at without an image", lambda: report(HEADS_SEEN, at=0), "^at: it is a patch of an image"),
+    Row("report", "image of no layer", lambda: report(HEADS_SEEN, image=torch.ones(3, 4, 4)), "^image: no layer has a grid"),
+    Row("report", "image is the name of a file", lambda: report(ON_GRID, image="photo.png"), "^image: it is 'photo.png', the name of a file"),
+    Row("report", "at out of range", lambda: report(ON_GRID, image=torch.ones(3, 4, 4), at=(5, 5)), r"^at\[0\] must be an integer"),
+    Row("report", "title is a number", lambda: report(HEADS_SEEN, title=3), "^title must be", TypeError),
+    Row("report", "notes is a number", lambda: report(HEADS_SEEN, notes=3), "^notes must be", TypeError),
+    Row("report", "path in no folder", lambda: report(HEADS_SEEN, "/no/such/folder/page.html"), "^path: there is no folder", FileNotFoundError),
+    Row("report", "path is a number", lambda: report(HEADS_SEEN, 3), "^path must be", TypeError),
+]  # fmt: skip
+
+FLAT = torch.ones(4, 12)
+NUMBERS = [
+    *tensors("self_dominance", "x", self_dominance),
+    Row("self_dominance", "x has one axis", lambda: self_dominance(X[0, 0]), "^x: its shape is"),
+    Row("self_dominance", "x without items", lambda: self_dominance(X[:, :0]), "^x: its shape is"),
+    Row("self_dominance", "x of integers", lambda: self_dominance(X.int()), "^x: it is torch.int32"),
+    Row("self_dominance", "x is NaN", lambda: self_dominance(X * NAN), "^x: it has numbers that are not finite"),
+    Row("self_dominance", "x of other features", lambda: self_dominance(X[..., :7], MHA), "^x: its shape is"),
+    Row("self_dominance", "layer is another module", lambda: self_dominance(X, nn.Linear(12, 12)), "^layer must be a MultiHeadAttention", TypeError),
+    Row("self_dominance", "over is a string", lambda: self_dominance(X, over="causal"), "^over: got str"),
+    Row("self_dominance", "over of another batch", lambda: self_dominance(X, over=Padding([1, 2, 3])), "^Padding: its rows"),
+    *numbers("self_dominance", "scale", lambda x: self_dominance(X, scale=x), "(0, inf)", 0, -1, NAN, INF, "x"),
+    Row("self_dominance", "scale of a layer", lambda: self_dominance(X, MHA, scale=1.0), "^scale: it is 1.0, but the layer"),
+    Row("principal_angles", "layer is a number", lambda: principal_angles(3), "^layer: it is int; it must be"),
+    Row("principal_angles", "of is unknown", lambda: principal_angles(MHA, "z"), "^of: it is 'z'; it must be"),
+    Row("principal_angles", "of is a list", lambda: principal_angles(MHA, ["q"]), "^of: it is"),
+    Row("principal_angles", "to is a number", lambda: principal_angles(MHA, to=3), "^to: it is int"),
+    Row("principal_angles", "to of other features", lambda: principal_angles(MHA, to=MultiHeadAttention(6, 3)), "^to: its v_proj takes 6"),
+    *tensors("captured_variance", "x", lambda x: captured_variance(MHA, x)),
+    Row("captured_variance", "x of other features", lambda: captured_variance(MHA, X[..., :7]), "^x: its shape is"),
+    Row("captured_variance", "x of integers", lambda: captured_variance(MHA, X.int()), "^x: it is torch.int32"),
+    Row("captured_variance", "x is infinite", lambda: captured_variance(MHA, X * INF), "^x: it has numbers that are not finite"),
+    Row("captured_variance", "x is all the same", lambda: captured_variance(MHA, FLAT), "^x: its 4 items are all the same"),
+    Row("captured_variance", "layer is a number", lambda: captured_variance(3, X), "^layer: it is int"),
+    Row("subspaces", "layer is a number", lambda: subspaces(3), "^layer: it is int"),
+    Row("subspaces", "x of another letter", lambda: subspaces(MHA, {"z": X}), "^x: it names 'z'"),
+    Row("subspaces", "x is a string", lambda: subspaces(MHA, "abc"), "^x must be a tensor", TypeError),
+]  # fmt: skip
+
+
+class Reader(nn.Module):
+    """Reads ids, and pays attention to them."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.layer = nn.Embedding(7, 12), MultiHeadAttention(12, 3)
+
+    def forward(self, ids):
+        return self.layer(self.words(ids), over=Causal())[0]
+
+
+READER = Reader()
+LOSS = lambda: READER(IDS).sum()
+EFFECTS = [
+    Row("ablate", "by is unknown", lambda: ablate(READER, LOSS, by="noise"), "^by: it is 'noise'; it must be"),
+    Row("ablate", "loss returns a list", lambda: ablate(READER, lambda: [1.0]), "^loss: it returned list"),
+    Row("ablate", "loss returns many", lambda: ablate(READER, lambda: READER(IDS)), "^loss: it returned"),
+    Row("ablate", "loss is a number", lambda: ablate(READER, 3), "^loss must be a function", TypeError),
+    Row("ablate", "loss calls no attention", lambda: ablate(READER, lambda: torch.zeros(())), "^model: no attention call seen"),
+    Row("ablate", "model is a string", lambda: ablate("bert", LOSS), "^model: it is str"),
+    Row("importance", "loss is None", lambda: importance(READER, None), "^loss must be a function", TypeError),
+    Row("importance", "loss returns many", lambda: importance(READER, lambda: READER(IDS)), "^loss: it returned"),
+    Row("prune", "by is unknown", lambda: prune(READER, LOSS, [], by="noise"), "^by: it is 'noise'"),
+    Row("prune", "order of another layer", lambda: prune(READER, LOSS, [("nope", 0)]), "^order: nope made no attention call"),
+    Row("prune", "order of another head", lambda: prune(READER, LOSS, [("layer", 9)]), r"^order: the number of a head of layer must be an integer in \[0, 2\]"),
+    Row("prune", "order of numbers", lambda: prune(READER, LOSS, [3]), "^order must be", TypeError),
+    Row("turned", "by is unknown", lambda: turned(READER, READER, IDS[0], by="noise"), "^by: it is 'noise'"),
+    Row("turned", "ids is a list", lambda: turned(READER, READER, [1, 2]), "^ids must be a tensor", TypeError),
+    *tensors("causal_lm", "ids", lambda x: causal_lm(READER, x)),
+    *tensors("masked_lm", "ids", lambda x: masked_lm(READER, x, 0)),
+    *integers("masked_lm", "mask_id", lambda x: masked_lm(READER, IDS, x, share=1.0), 0),
+    *numbers("masked_lm", "share", lambda x: masked_lm(READER, IDS, 0, share=x), "[0, 1]", -0.1, 1.5, NAN, "x", None),
+    Row("masked_lm", "share of nothing", lambda: masked_lm(READER, IDS, 0, share=0.0), "^share: with 0.0 none of 3"),
+    *integers("masked_lm", "seed", lambda x: masked_lm(READER, IDS, 0, seed=x), 0, 2**63 - 1),
+    Row("embedding_change", "embed is None", lambda: embedding_change(None), "^embed must be a function", TypeError),
+    Row("find", "subject is a model", lambda: find(READER), "^subject: it is Reader; it must be a Subject"),
+    Row("find", "no sentences", lambda: find(Subject(READER, None), sentences=[]), "^sentences: there is none"),
+    Row("Subject.of", "a slow tokenizer", lambda: Subject.of(READER, SimpleNamespace()), "^tokenizer: SimpleNamespace does not tell"),
+    Row("induction", "model is None", lambda: induction(None, 7), "^model must be a torch.nn.Module", TypeError),
+    *integers("induction", "ids", lambda x: induction(READER, x), 1, 2**24)[:2],
+    *integers("induction", "ids", lambda x: induction(READER, [1, x]), 0, name="ids[1]"),
+    Row("induction", "ids is None", lambda: induction(READER, None), "^ids must be a list of integers", TypeError),
+    Row("induction", "ids of nothing", lambda: induction(READER, []), "^ids must be 1 or more"),
+    *integers("induction", "length", lambda x: induction(READER, 7, length=x), 2, 2**20),
+    *integers("induction", "rows", lambda x: induction(READER, 7, rows=x), 1, 2**20),
+    *integers("some", "most", lambda x: some([], x), 0),
+    *integers("some", "shortest", lambda x: some([], shortest=x, longest=LARGEST), 0),
+    *integers("some", "longest", lambda x: some([], longest=x), 5),
+    Row("treebank", "no file", lambda: treebank("/no/such/file"), "^/no/such/file: it cannot be read"),
+    Row("treebank", "None", lambda: treebank(None), "^path must be", TypeError),
+    Row("gap", "no file", lambda: gap("/no/such/file"), "^/no/such/file: it cannot be read"),
+    Row("gap", "a number", lambda: gap(3), "^path must be", TypeError),
+    Row("own_pairs", "no file", lambda: own_pairs("/no/such/file"), "^/no/such/file: it cannot be read"),
+    Row("own_pairs", "a folder", lambda: own_pairs("/"), "^/: it cannot be read"),
+]  # fmt: skip
+
+ROWS = [*VIEWS, *CAPTURE, *REPORT, *NUMBERS, *EFFECTS]
