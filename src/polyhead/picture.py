@@ -16,7 +16,7 @@ import numpy.typing as npt
 from jaxtyping import Float
 from torch import Tensor
 
-from polyhead._checks import kind_of
+from polyhead._checks import shown
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -197,8 +197,8 @@ def pixels(image: Any) -> npt.NDArray[np.uint8]:
         array = np.asarray(
             image.detach().cpu().float() if isinstance(image, Tensor) and image.is_floating_point() else image
         )
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ValueError(f"image must be an array, a tensor or a picture, got {kind_of(image)}: {error}") from None
+    except (TypeError, ValueError, RuntimeError):
+        raise ValueError(f"image must be an array, a tensor or a picture, got {shown(image)}") from None
     shape = array.shape
     rank = lambda n: _CHANNELS.index(n) if n in _CHANNELS else len(_CHANNELS)
     if array.ndim == 3 and rank(shape[0]) <= rank(shape[-1]):

@@ -88,7 +88,7 @@ ATTEND = [
     Row("attend", "sink of other heads", lambda: to(sink=torch.zeros(3)), "^sink must be floating-point numbers, one per head"),
     Row("attend", "sink of integers", lambda: to(sink=torch.zeros(4).int()), "^sink must be floating-point"),
     *numbers("attend", "dropout", lambda x: to(dropout=x), "[0, 1)", -0.1, 1.0, 2, NAN, INF, "0.1", None, [0.1], torch.ones(2)),
-    *[row for row in integers("attend", "seed", lambda x: to(seed=x, dropout=0.5), -(2**63), 2**63 - 1)],
+    *integers("attend", "seed", lambda x: to(seed=x, dropout=0.5), -(2**63), 2**63 - 1),
     Row("attend", "seed without dropout", lambda: to(seed=2.5), "^seed must be an integer", TypeError),
     Row("attend", "seed of 70 bits", lambda: to(seed=2**70, dropout=0.5), "^seed must be an integer"),
     Row("attend", "seed is a float tensor", lambda: to(seed=torch.rand(())), "^seed must be an integer, or a tensor of one"),

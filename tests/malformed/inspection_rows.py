@@ -10,8 +10,8 @@ from torch import nn
 
 from polyhead import Causal, Graph, Grid, MultiHeadAttention, Padding, capture, report, self_dominance
 from polyhead.inspection import Text, captured_variance, principal_angles, rollout, subspaces
-from polyhead.inspection.corpus import gap, own_pairs, some, treebank
-from polyhead.inspection.effect import ablate, causal_lm, embedding_change, importance, masked_lm, prune, turned
+from polyhead.inspection.corpus import gap, known, own_pairs, some, treebank
+from polyhead.inspection.effect import ablate, causal_lm, embedding_change, importance, masked_lm, prune, ranked, turned
 from polyhead.inspection.find import Subject, find, induction
 from polyhead.inspection.roles import Card
 
@@ -209,6 +209,7 @@ EFFECTS = [
     Row("ablate", "model is a string", lambda: ablate("bert", LOSS), "^model: it is str"),
     Row("importance", "loss is None", lambda: importance(READER, None), "^loss must be a function", TypeError),
     Row("importance", "loss returns many", lambda: importance(READER, lambda: READER(IDS)), "^loss: it returned"),
+    Row("ranked", "a list", lambda: ranked([1.0]), "^scores must be a dict", TypeError),
     Row("prune", "by is unknown", lambda: prune(READER, LOSS, [], by="noise"), "^by: it is 'noise'"),
     Row("prune", "order of another layer", lambda: prune(READER, LOSS, [("nope", 0)]), "^order: nope made no attention call"),
     Row("prune", "order of another head", lambda: prune(READER, LOSS, [("layer", 9)]), r"^order: the number of a head of layer must be an integer in \[0, 2\]"),
@@ -235,6 +236,8 @@ EFFECTS = [
     *integers("some", "most", lambda x: some([], x), 0),
     *integers("some", "shortest", lambda x: some([], shortest=x, longest=LARGEST), 0),
     *integers("some", "longest", lambda x: some([], longest=x), 5),
+    Row("known", "a string", lambda: known("the cat"), "^words must be a list of str", TypeError),
+    Row("known", "None", lambda: known(None), "^words must be a list of str", TypeError),
     Row("treebank", "no file", lambda: treebank("/no/such/file"), "^/no/such/file: it cannot be read"),
     Row("treebank", "None", lambda: treebank(None), "^path must be", TypeError),
     Row("gap", "no file", lambda: gap("/no/such/file"), "^/no/such/file: it cannot be read"),

@@ -57,6 +57,8 @@ def shipped() -> list[Sentence]:
 
 def known(words: Sequence[str]) -> Sentence | None:
     """The shipped sentence that has these words, if there is one."""
+    if isinstance(words, str) or not isinstance(words, Sequence):
+        raise WrongType(f"words must be a list of str, got {kind_of(words)}")
     return next((sentence for sentence in shipped() if sentence.words == tuple(words)), None)
 
 

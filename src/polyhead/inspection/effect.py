@@ -7,7 +7,7 @@ All of it is about a loss: any function without arguments that calls the model a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -140,6 +140,8 @@ def importance(model: nn.Module, loss: Loss) -> dict[str, Float[Tensor, " heads"
 
 def ranked(scores: dict[str, Float[Tensor, " heads"]]) -> list[Head]:
     """All heads by their scores, the lowest first: the order in which they are missed least."""
+    if not isinstance(scores, Mapping):
+        raise WrongType(f"scores must be a dict from the names of layers to a number per head, got {kind_of(scores)}")
     every = [(float(score), Head(name, number)) for name, heads in scores.items() for number, score in enumerate(heads)]
     return [head for _, head in sorted(every, key=lambda pair: pair[0])]
 

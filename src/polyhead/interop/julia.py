@@ -17,6 +17,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from polyhead._checks import shown
 from polyhead.manifold import Stiefel
 from polyhead.nn.attention import MultiHeadAttention
 from polyhead.score import Dot
@@ -115,9 +116,7 @@ def _stacked(parameters: Parameters, name: str) -> Float[Tensor, "heads features
     wanted = [f"head_{head}" for head in range(1, len(given) + 1)]
     if not given or set(given) != set(wanted):
         raise ValueError(f"parameters: {name} has {sorted(map(str, given))}; it must have head_1, head_2 and so on")
-    # a copy, since torch warns of arrays that may not be written to
-    as_tensor = lambda x: x.detach() if isinstance(x, Tensor) else torch.from_numpy(np.array(x))
-    matrices = [as_tensor(given[key]) for key in wanted]
+    matrices = [_matrix(f"parameters: {name}.{key}", given[key]) for key in wanted]
     for key, matrix in zip(wanted, matrices, strict=True):
         if matrix.dim() != 2 or not matrix.is_floating_point() or matrix.shape != matrices[0].shape:
             raise ValueError(
@@ -125,6 +124,16 @@ def _stacked(parameters: Parameters, name: str) -> Float[Tensor, "heads features
                 "(N, D), of one shape for all heads"
             )
     return torch.stack(matrices)
+
+
+def _matrix(name: str, given: Any) -> Tensor:
+    if isinstance(given, Tensor):
+        return given.detach()
+    try:
+        # a copy, since torch warns of arrays that may not be written to
+        return torch.from_numpy(np.array(given))
+    except (TypeError, ValueError):
+        raise ValueError(f"{name} must be a floating-point matrix (N, D), got {shown(given)}") from None
 
 
 def _inexpressible(layer: MultiHeadAttention, scale: Scale) -> Iterator[str]:

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from polyhead._checks import kind_of
 from polyhead.models import files, saving, weights
 from polyhead.models.tokens import check_length
 from polyhead.neighbourhood import Neighbourhood
@@ -157,13 +158,21 @@ class Bert(nn.Module):
         """A text's vector as BERT was trained to make it from the first token: tanh(W h)."""
         if self.pooler is None:
             raise ValueError("pooler: this model has none; its checkpoint, or Config(pooler=True), must bring it")
+        self._check(hidden)
         return torch.tanh(self.pooler(hidden[..., 0, :]))
 
     def logits(self, hidden: Float[Tensor, "... tokens d_model"]) -> Float[Tensor, "... tokens vocab"]:
         """What could stand in each place: masked language modelling."""
         if self.masked_lm is None:
             raise ValueError("masked_lm: this model has none; its checkpoint, or Config(masked_lm=True), must bring it")
+        self._check(hidden)
         return self.masked_lm(hidden, self.embeddings.words.weight)
+
+    def _check(self, hidden: Tensor) -> None:
+        if not isinstance(hidden, Tensor) or hidden.dim() < 2 or hidden.shape[-1] != self.config.d_model:
+            raise ValueError(
+                f"hidden must be a tensor (..., tokens, {self.config.d_model}), as the model gave it, got {kind_of(hidden)}"
+            )
 
     @classmethod
     def from_pretrained(cls, path_or_package: str | Path, *, dtype: torch.dtype | None = torch.float32) -> Bert:

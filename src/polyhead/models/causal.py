@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from polyhead._checks import kind_of
 from polyhead.models.tokens import check_length
 from polyhead.neighbourhood import Causal, Neighbourhood, Padding, Window, neighbourhood
 from polyhead.neighbourhood.base import Both
@@ -42,6 +43,12 @@ class CausalModel(nn.Module, ABC):
     @abstractmethod
     def logits(self, hidden: Float[Tensor, "... d_model"]) -> Float[Tensor, "... vocab"]:
         """How likely each token is to come next."""
+
+    def _check(self, hidden: Tensor) -> None:
+        """Raise where these are not hidden states."""
+        features = self.config.d_model
+        if not isinstance(hidden, Tensor) or hidden.dim() < 1 or hidden.shape[-1] != features:
+            raise ValueError(f"hidden must be a tensor (..., {features}), as the model gave it, got {kind_of(hidden)}")
 
     def forward(
         self,

@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import json
 from collections.abc import Callable, Mapping, Sequence
+from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -48,6 +49,8 @@ def expect(path: Path, hint: str) -> None:
 
 def folder(path_or_package: str | Path) -> Path:
     """The folder of a checkpoint: the path itself, or the one that an installed package of this name carries."""
+    if not isinstance(path_or_package, (str, PathLike)):
+        raise WrongType(f"path_or_package must be a str or a path, got {kind_of(path_or_package)}")
     path = Path(path_or_package)
     if path.is_dir():
         return path

@@ -120,6 +120,7 @@ class Gpt(CausalModel):
 
     def logits(self, hidden: Float[Tensor, "... d_model"]) -> Float[Tensor, "... vocab"]:
         """How likely each token is to come next, by the word embeddings."""
+        self._check(hidden)
         return linear(hidden, self.words.weight)
 
     @classmethod

@@ -156,6 +156,7 @@ class Llama(CausalModel):
         """How likely each token is to come next."""
         if self.config.head is None:
             raise ValueError("head: this model has none; its checkpoint, or Config(head='own'), must bring it")
+        self._check(hidden)
         return linear(hidden, self.words.weight) if self.head is None else mapped(self.head, hidden)
 
     @classmethod

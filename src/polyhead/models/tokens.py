@@ -5,6 +5,7 @@ from __future__ import annotations
 import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from polyhead._checks import check_integer, check_integers
+from polyhead._checks import WrongType, check_integer, check_integers, kind_of
 from polyhead.models import files
 
 _WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -69,6 +70,8 @@ class Tokenizer:
     """The id that stands for a word to be guessed, such as [MASK]; None where there is none."""
 
     def __init__(self, path: str | Path) -> None:
+        if not isinstance(path, (str, PathLike)):
+            raise WrongType(f"path must be a str or a path, got {kind_of(path)}")
         self._encoder = _read(Path(path))
         self._encoder.no_truncation()
         self._encoder.no_padding()

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from polyhead._checks import check_number
+from polyhead._checks import WrongType, check_number, kind_of
 from polyhead.kernels import stiefel
 from polyhead.kernels.many import count, finite
 from polyhead.manifold import Euclidean, Manifold
@@ -209,6 +209,8 @@ class Optimizer(torch.optim.Optimizer, abc.ABC):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on where a saved optimizer stopped, on the same manifolds."""
+        if not isinstance(state_dict, dict) or not {"state", "param_groups"} <= state_dict.keys():
+            raise ValueError("state_dict must have 'state' and 'param_groups', as an optimizer's state_dict() has them")
         manifolds = [group["manifold"] for group in self.param_groups]
         # torch's own optimizers have fewer options
         saved = [{**self.defaults, "manifold": repr(Euclidean()), **group} for group in state_dict["param_groups"]]
@@ -235,8 +237,12 @@ def _some(params: Any) -> list[Any]:
     """What torch takes as parameters, as a list that is not empty."""
     if isinstance(params, Tensor):
         raise ValueError("params: it is a tensor; it must be a list of tensors or of groups, such as [w]")
+    if isinstance(params, str) or not isinstance(params, (nn.Module, Iterable)):
+        raise WrongType(f"params must be a model, or a list of tensors or of groups, got {kind_of(params)}")
     given = list(groups(params) if isinstance(params, nn.Module) else params)
     for place, item in enumerate(given):
+        if not isinstance(item, (Tensor, dict, tuple)):
+            raise WrongType(f"params[{place}] must be a tensor, (name, tensor) or a group, got {kind_of(item)}")
         if isinstance(item, dict):
             own = item.get("params", ())
             # torch says that a set has no order

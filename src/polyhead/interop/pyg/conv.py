@@ -175,6 +175,8 @@ class Conv(_Base):
             raise ValueError(
                 f"edge_attr: it is None; it must be (edges, {self.edge_dim}), for edge_dim is {self.edge_dim}"
             )
+        if not isinstance(edge_attr, Tensor):
+            raise WrongType(f"edge_attr must be a tensor (edges, {self.edge_dim}), got {kind_of(edge_attr)}")
         shape = tuple(edge_attr.shape)
         fits = shape == (edges, self.edge_dim) or (self.edge_dim == 1 and shape == (edges,))
         if not fits or not edge_attr.is_floating_point():
