@@ -126,7 +126,8 @@ class Conv(_Base):
         """The features of sources and destinations, checked."""
         if not isinstance(x, Tensor) and not (isinstance(x, (tuple, list)) and len(x) == 2):
             raise WrongType(f"x must be a tensor (nodes, features), or a pair of them, got {kind_of(x)}")
-        if torch._C._is_tracing():
+        # torch.compile cannot look at the tracer
+        if not torch.compiler.is_compiling() and torch._C._is_tracing():
             # it would keep the edges that it sees, and their number
             raise TypeError(
                 f"torch.jit.trace cannot trace {type(self).__name__}; use torch.export.export or torch.compile"
