@@ -153,7 +153,7 @@ REPORT = [
     Row("report", "at out of range", lambda: report(ON_GRID, image=torch.ones(3, 4, 4), at=(5, 5)), r"^at\[0\] must be an integer"),
     Row("report", "title is a number", lambda: report(HEADS_SEEN, title=3), "^title must be", TypeError),
     Row("report", "notes is a number", lambda: report(HEADS_SEEN, notes=3), "^notes must be", TypeError),
-    Row("report", "path in no folder", lambda: report(HEADS_SEEN, "/no/such/folder/page.html"), "^path: there is no folder", FileNotFoundError),
+    Row("report", "path in no folder", lambda: report(HEADS_SEEN, "/no/such/folder/page.html"), "^path must be in a folder that exists", FileNotFoundError),
     Row("report", "path is a number", lambda: report(HEADS_SEEN, 3), "^path must be", TypeError),
 ]  # fmt: skip
 
