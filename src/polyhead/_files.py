@@ -66,9 +66,13 @@ def target(path: str | os.PathLike[str], name: str = "path") -> Path:
     Call it before any work is done. `name` is the argument that the path was given as.
 
     Raises:
+        TypeError: where it is no path.
         ValueError: where something other than a regular file is there: it would be lost.
         OSError: where its folder is not there or cannot be written to, or links lead to themselves.
     """
+    # a number would be taken for an open file
+    if not isinstance(path, (str, os.PathLike)):
+        raise TypeError(f"{name} must be a path, got {type(path).__name__}")
     found, real = kind(path), Path(os.path.realpath(path))
     if found not in ("regular file", None):
         example = f", such as {Path(path) / 'heads.html'}" if found == "directory" else ""
