@@ -308,3 +308,8 @@ def test_gradients_of_normalised_weights():
     assert slope.isfinite().all()
     with pytest.raises(ValueError, match="some nodes have a negative degree"):
         Graph(torch.tensor([[0], [0]]), 1, weights=torch.tensor([-1.0])).normalised()
+
+
+def test_filtered_without_destinations():
+    graph = Graph(torch.empty(2, 0, dtype=torch.long), (3, 0))
+    assert (graph & Segments(torch.zeros(3).long(), torch.zeros(0).long())).num_edges == 0

@@ -169,3 +169,12 @@ def test_negative_weights_of_edges_have_an_entropy():
     torch.testing.assert_close(
         heads.entropy(), torch.tensor([[0.5, 0.5]]).new_tensor([[0.6931, 0.0]] * 2), atol=1e-4, rtol=0
     )
+
+
+def test_top_without_edges_or_rows():
+    layer = MultiHeadAttention(4, 2)
+    for x, edges in ((torch.randn(5, 4), 0), (torch.randn(0, 5, 4), 7)):
+        _, heads = layer(x, over=Graph(torch.randint(5, (2, edges)), 5))
+        values, keys = heads.top(2)
+        assert values.shape == keys.shape == (*x.shape[:-2], 2, 5, 2)
+        assert (values == 0).all() and (keys == -1).all()

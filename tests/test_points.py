@@ -55,6 +55,7 @@ def test_sizes_and_windows_as_people_write_them():
     assert repr(Grid(np.int64(4), 5, window=np.int64(3))) == "Grid(4, 5, window=3)"
     assert seen(Grid(4, 5, window=(1, None)), (2, 1)) == [".....", ".....", "xxxxx", "....."]
     assert seen(Grid(4, 5, window=(None, 3)), (2, 0)) == ["xx..."] * 4
+    assert seen(Grid(4, 5, window=(None, 3), dilation=2), (2, 0)) == ["x.x.."] * 4
     # a window far larger than the grid costs no more than the grid
     assert len(Grid(4, 4, window=100_001).offsets()) == 49
     assert Rotary(axes=np.int64(2)).axes == 2

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
 from polyhead._checks import LARGEST_INT64, WrongType, check_integer, check_number, check_tensor, kind_of, shown
+from polyhead._torch import widened
 from polyhead.kernels import Call, Result, kernels
 from polyhead.kernels.graph import weights as edge_weights
 from polyhead.kernels.reference import through_sink, weights
@@ -212,7 +213,7 @@ def _added(
         pairs = torch.nn.functional.pad(pairs, (grid.prefix, 0, grid.prefix, 0))
     if pairs is None or bias is None:
         return None, bias if pairs is None else pairs
-    return None, bias + pairs
+    return None, widened(bias) + widened(pairs)
 
 
 def run(call: Call, kernel: str | None = None) -> Result:

@@ -127,7 +127,7 @@ def received(
 def top(part: EdgePart, k: int) -> tuple[Float[Tensor, "... heads queries k"], Int[Tensor, "... heads queries k"]]:
     """The k largest weights of each query and their keys' numbers, -1 where it has fewer edges."""
     p, (source, destination) = part.weights(), part.pairs
-    queries, rows = part.call.sizes.queries, p.reshape(-1, p.shape[-1])
+    queries, rows = part.call.sizes.queries, p.reshape(p.shape[:-1].numel(), p.shape[-1])
     falling = rows.argsort(dim=-1, descending=True, stable=True)
     order = falling.gather(-1, destination[falling].argsort(dim=-1, stable=True))
     # by destination, and for each by falling weight

@@ -112,7 +112,7 @@ class Graph(Neighbourhood):
         for part in parts(other):
             if isinstance(part, Graph):
                 part.check(Sizes((), 1, self.destinations, self.sources))
-        if not isinstance(other, Graph) and self.sources:
+        if not isinstance(other, Graph) and self.sources and self.destinations:
             _check_fits(other, self)
         if self.num_edges == 0:
             return self._kept(self.order.edge.long())

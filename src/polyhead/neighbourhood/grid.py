@@ -142,6 +142,9 @@ class Grid(_OnLattice):
         self.prefix = prefix
         self.dilation = _each("Grid", "dilation", dilation, len(self.sizes))
         self.window = None if window is None else _window(window, len(self.sizes))
+        if self.window is not None:
+            # of an axis without a window all points are seen
+            self.dilation = tuple(1 if n is None else d for n, d in zip(self.window, self.dilation, strict=True))
         if self.window is None and any(step > 1 for step in self.dilation):
             raise ValueError(f"Grid: dilation is {dilation!r}, but there is no window whose points could be apart")
         self.full = self.window is None
