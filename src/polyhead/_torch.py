@@ -37,7 +37,12 @@ def numbers_hidden(*tensors: Tensor) -> bool:
     """Whether values cannot be read, so that checks of them are left out: torch traces or transforms, or a tensor has none."""
     if torch.compiler.is_compiling() or under_transform():
         return True
-    return any(x.is_meta or isinstance(x, FakeTensor) for x in tensors)
+    return any(has_no_values(x) for x in tensors)
+
+
+def has_no_values(x: Tensor) -> bool:
+    """Whether a tensor has a shape and nothing else: on the meta device, or a fake one."""
+    return x.is_meta or isinstance(x, FakeTensor)
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[Any]:

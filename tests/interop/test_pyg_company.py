@@ -332,3 +332,10 @@ def test_without_pyg(tmp_path: Any) -> None:
 def test_polyhead_imports_no_pyg() -> None:
     code = "import sys, polyhead; assert 'torch_geometric' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_on_the_meta_device(kind: str) -> None:
+    with torch.device("meta"):
+        x, edge_index = torch.randn(6, IN), torch.zeros(2, 12, dtype=torch.long)
+        assert getattr(interop, kind)(IN, CHANNELS, heads=2)(x, edge_index).shape == (6, 2 * CHANNELS)

@@ -14,7 +14,7 @@ from jaxtyping import Float, Int, Integer
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from polyhead._torch import widened
+from polyhead._torch import has_no_values, widened
 from polyhead.neighbourhood import Graph
 from polyhead.neighbourhood.graph import checked
 from polyhead.neighbourhood.order import starts
@@ -163,12 +163,13 @@ def edges(
         nodes: how many nodes the numbers in the first row of `pairs` name, and those in the second.
         loops: whether existing self-loops go, and every node that is in both rows gets one.
         backwards: whether messages go from the second row to the first.
-        exactly: whether they must really be gone. Inside `torch.compile` how many there are is not known; there they
-            stay, with a bias of -inf, unless this is asked for.
+        exactly: whether they must really be gone. Inside `torch.compile`, and for tensors without values, how many there are is
+            not known; there they stay, with a bias of -inf, unless this is asked for.
     """
     key = _key(edge_index, nodes, loops, backwards)
     if key is None:
-        return _made(pairs, nodes, loops, backwards, exactly or not torch.compiler.is_compiling())
+        unknown = torch.compiler.is_compiling() or has_no_values(pairs)
+        return _made(pairs, nodes, loops, backwards, exactly or not unknown)
     with _lock:
         if key in _kept:
             _kept.move_to_end(key)
@@ -245,7 +246,12 @@ def _key(edge_index: Tensor, *more: Hashable) -> Key | None:
 
 def _plain(x: Tensor) -> bool:
     """Whether torch counts the changes of a tensor, and it is none that a mode or a transform will take back."""
-    return type(x) is Tensor and not x.is_inference() and not torch._C._functorch.is_functorch_wrapped_tensor(x)
+    return (
+        type(x) is Tensor
+        and not x.is_meta
+        and not x.is_inference()
+        and not torch._C._functorch.is_functorch_wrapped_tensor(x)
+    )
 
 
 def _parts(edge_index: Tensor) -> tuple[Tensor, ...]:
