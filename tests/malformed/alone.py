@@ -60,7 +60,7 @@ def _outcome(row: Row) -> dict[str, Any]:
             "words": str(error),
             "trace": traceback.format_exc(),
         }
-    return {"accepted": repr(result)[:100]}
+    return {"accepted": type(result).__name__}
 
 
 if __name__ == "__main__":
