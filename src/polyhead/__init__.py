@@ -10,7 +10,7 @@ from polyhead.nn import KeyValueCache, MultiHeadAttention, from_conv, to_conv
 from polyhead.position import ALiBi, Position, QuadraticOffset, RelativeBias, Rotary, Stretch
 from polyhead.score import GAT, Dot, GATv2, Score
 
-__version__ = "0.6.0"
+__version__ = "0.6.1"
 
 __all__ = [
     "GAT",
