@@ -1,0 +1,38 @@
+"""`python -m fuzz TARGET… [--minutes N] [--count N] [--seed S]`: check random configurations against the oracles."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+from fuzz.run import run
+
+TARGETS = ("attend", "layer", "graph", "grid", "optim", "models", "backend")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Fuzz each target in turn; 1 where any configuration failed."""
+    parser = argparse.ArgumentParser(prog="python -m fuzz", description=__doc__)
+    parser.add_argument("targets", nargs="+", choices=TARGETS, metavar="TARGET", help=", ".join(TARGETS))
+    parser.add_argument("--minutes", type=float, help="how long to fuzz each target; 1 unless --count is given")
+    parser.add_argument("--count", type=int, help="how many configurations of each target")
+    parser.add_argument("--seed", type=int, default=0, help="which configurations are drawn; 0 unless given")
+    arguments = parser.parse_args(argv)
+    for name in ("minutes", "count"):
+        given = getattr(arguments, name)
+        if given is not None and not given > 0:
+            parser.error(f"--{name} must be more than 0, got {given}")
+    minutes = 1.0 if arguments.minutes is None and arguments.count is None else arguments.minutes
+    failed = False
+    for name in arguments.targets:
+        target = importlib.import_module(f"fuzz.{name}")
+        summary = run(target, arguments.seed, minutes=minutes, count=arguments.count, progress=True)
+        print(f"\n{summary}", flush=True)
+        failed |= summary.mismatches > 0
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,145 @@
+"""Neighbourhoods: what the package is given, beside a mask that is written from the documented definition."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from random import Random
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from polyhead import Causal, Dense, Mask, Neighbourhood, Padding, Segments, Window
+
+Bools = NDArray[np.bool_]
+Part = tuple[Any, ...]
+
+
+class Sizes(NamedTuple):
+    """The axes of an attention."""
+
+    batch: tuple[int, ...]
+    heads: int
+    queries: int
+    keys: int
+
+    @property
+    def places(self) -> NDArray[np.int64]:
+        """Where queries stand, counted along the keys, as a column: the last query stands at the last key."""
+        return (np.arange(self.queries) + self.keys - self.queries)[:, None]
+
+
+class Drawn(NamedTuple):
+    """A neighbourhood and the pairs (..., heads or 1, queries, keys) that its definition allows."""
+
+    over: Neighbourhood
+    allowed: Bools
+
+
+def _dense(sizes: Sizes, rng: np.random.Generator) -> Drawn:
+    return Drawn(Dense(), np.ones((1, sizes.queries, sizes.keys), bool))
+
+
+def _causal(sizes: Sizes, rng: np.random.Generator) -> Drawn:
+    return Drawn(Causal(), (np.arange(sizes.keys) <= sizes.places)[None])
+
+
+def _window(sizes: Sizes, rng: np.random.Generator, left: int, right: int) -> Drawn:
+    # Python's integers, which have no end
+    near = [[-left <= key - int(place) <= right for key in range(sizes.keys)] for place in sizes.places[:, 0]]
+    return Drawn(Window(left, right), np.array(near, bool).reshape(1, sizes.queries, sizes.keys))
+
+
+def _padding(sizes: Sizes, rng: np.random.Generator, kind: str, queries: bool | None) -> Drawn:
+    """Padding on the right by lengths, or any by a bool tensor: left, right, holes, nothing real at all."""
+    keys = sizes.keys
+    lengths = np.asarray(rng.integers(0, keys + 1, sizes.batch))
+    key = np.arange(keys)
+    real = key < lengths[..., None]
+    if kind == "left":
+        real = real[..., ::-1].copy()
+    elif kind == "holes":
+        real = rng.random((*sizes.batch, keys)) < 0.7
+    elif kind == "middle":
+        start = np.asarray(rng.integers(0, keys + 1, sizes.batch))
+        real = real & (key >= start[..., None])
+    given = torch.as_tensor(lengths) if kind == "lengths" else torch.as_tensor(real)
+    allowed = np.broadcast_to(real[..., None, None, :], (*sizes.batch, 1, sizes.queries, keys))
+    if queries:
+        place = sizes.places[:, 0]
+        inside = (place >= 0) & (place < keys)
+        asks = real[..., np.clip(place, 0, max(keys - 1, 0))] & inside if keys else np.zeros((*sizes.batch, len(place)), bool)
+        allowed = allowed & asks[..., None, :, None]
+    return Drawn(Padding(given, queries=queries), allowed)
+
+
+def _segments(sizes: Sizes, rng: np.random.Generator, kind: str, own: bool, rows: bool) -> Drawn:
+    """Documents in one run each, or scattered; queries that are the last keys, or have ids of their own."""
+    batch = sizes.batch if rows else ()
+    ids = rng.integers(-2, 3, (*batch, sizes.keys))
+    if kind == "sorted":
+        ids = np.sort(ids, -1)
+    if own or sizes.queries > sizes.keys:
+        mine = rng.integers(-2, 4, (*batch, sizes.queries))
+        over = Segments(torch.as_tensor(ids), query_ids=torch.as_tensor(mine))
+    else:
+        mine = ids[..., sizes.keys - sizes.queries :]
+        over = Segments(torch.as_tensor(ids))
+    return Drawn(over, (mine[..., :, None] == ids[..., None, :])[..., None, :, :])
+
+
+def _mask(sizes: Sizes, rng: np.random.Generator, kind: str, share: float) -> Drawn:
+    """A bool tensor in one of the documented shapes; some of its rows may be empty."""
+    pairs = (sizes.queries, sizes.keys)
+    shape = {
+        "pairs": pairs,
+        "keys": (1, 1, sizes.keys),
+        "heads": (*(1,) * len(sizes.batch), sizes.heads, *pairs),
+        "rows": (*sizes.batch, 1, *pairs),
+        "both": (*sizes.batch, sizes.heads, *pairs),
+    }[kind]
+    keep = rng.random(shape) < share
+    if kind != "keys":
+        keep &= rng.random((*shape[:-1], 1)) < 0.9
+    allowed = keep[None] if keep.ndim == 2 else keep
+    return Drawn(Mask(torch.as_tensor(keep)), np.broadcast_to(allowed, (*allowed.shape[:-2], *pairs)))
+
+
+_KINDS: dict[str, Callable[..., Drawn]] = {
+    "dense": _dense, "causal": _causal, "window": _window, "padding": _padding, "segments": _segments, "mask": _mask,
+}  # fmt: skip
+
+
+def build(parts: tuple[Part, ...], sizes: Sizes, seed: int) -> Drawn:
+    """The join of all parts; of none, `Dense()`."""
+    made = [
+        _KINDS[kind](sizes, np.random.default_rng([seed, place]), *options)
+        for place, (kind, *options) in enumerate(parts or (("dense",),))
+    ]
+    joined = functools.reduce(lambda a, b: Drawn(a.over & b.over, a.allowed & b.allowed), made)
+    return joined
+
+
+def draw_part(random: Random, sizes: Sizes) -> Part:
+    """One neighbourhood as plain data."""
+    kind = random.choice(tuple(_KINDS))
+    if kind == "window":
+        far = (0, 1, 2, random.randrange(70), random.choice((2**31 - 1, 2**31, 2**40, 2**63 - 1)))
+        reach = lambda: random.choices(far, (4, 4, 4, 8, 1))[0]
+        return (kind, reach(), reach())
+    if kind == "padding":
+        return (kind, random.choice(("lengths", "left", "right", "holes", "middle")), random.choice((None, True, False)))
+    if kind == "segments":
+        return (kind, random.choice(("sorted", "scattered")), random.random() < 0.3, random.random() < 0.5)
+    if kind == "mask":
+        kinds = ("pairs", "keys", "heads", "rows", "both")
+        return (kind, random.choice(kinds), random.choice((0.0, 0.1, 0.5, 0.9, 1.0)))
+    return (kind,)
+
+
+def draw_parts(random: Random, sizes: Sizes) -> tuple[Part, ...]:
+    """Nothing, one neighbourhood, or a join of two or three."""
+    number = random.choices((0, 1, 2, 3), (2, 5, 4, 2))[0]
+    return tuple(draw_part(random, sizes) for _ in range(number))
