@@ -2,66 +2,78 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
-
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from fuzz.case import Mismatch
 from fuzz.compare import closeness
-from fuzz.oracle import Answer, Inputs, Problem, Rounding, answer
+from fuzz.metrics import Weights, check_metrics, view
+from fuzz.oracle import Answer, Rounding, answer
 from fuzz.run import Report
-from fuzz.tensors import numbers
+from fuzz.setup import Arguments, CallCase, Places, Setup, set_up
+from fuzz.tensors import DTYPES, numbers
 from polyhead import attend, attention_weights, explain
 
-Arguments = dict[str, Any]
 
+def check_call(case: CallCase, places: Places) -> Report:
+    """Compare every kernel that takes a call with the oracle: outputs, gradients where it learns, and weights.
 
-class Setup(NamedTuple):
-    """A call: its inputs by name, what the package makes of them, and what the oracle does."""
-
-    inputs: Inputs
-    # q, k, v, over and so on, from inputs that may want gradients
-    arguments: Callable[[Inputs], Arguments]
-    problem: Problem
-    rounding: Rounding
-    kernels: Iterable[str]
-    # the weights as the package lays them out, from the oracle's (..., heads, queries, keys)
-    weights: Callable[[Tensor], Tensor] = lambda p: p
-
-
-def check_call(setup: Setup, *, learns: bool, frozen: frozenset[str], pull: str, rng: np.random.Generator) -> Report:
-    """Compare every kernel with the oracle: outputs, and gradients where the call learns.
-
-    Args:
-        setup: the call.
-        learns: whether gradients are wanted; else everything runs under `no_grad`.
-        frozen: the inputs that want none.
-        pull: the kind of the gradient that comes from behind: "ones" as `sum` gives it, else random numbers.
-        rng: where these come from.
+    Raises:
+        Mismatch: where they differ by more than rounding.
     """
+    rng = np.random.default_rng(case.seed)
+    setup = set_up(case, places, rng)
+    # a number has no gradient
+    frozen = case.frozen | {"sink"} if case.sink == "number" else case.frozen
     with torch.no_grad():
         shape = attend(**setup.arguments(setup.inputs)).shape
-    dtype = setup.inputs["q"].dtype
-    behind = torch.ones((), dtype=dtype).expand(shape) if pull == "ones" else numbers(pull, shape, rng, dtype)
-    known = answer(setup.problem, setup.inputs, behind if learns else None, setup.rounding)
+    behind = _pull(case, shape, rng) if case.learns else None
+    torch.set_num_threads(case.threads)
+    known = answer(setup.problem, setup.inputs, behind, setup.rounding)
     ways, nearest = set(), 0.0
-    for kernel in setup.kernels:
+    for kernel in places.kernels:
         try:
-            nearest = max(nearest, _compare(setup, kernel, known, behind if learns else None, frozen))
+            nearest = max(nearest, _compare(setup, kernel, known, behind, frozen))
             ways.add(kernel)
         except ValueError as error:
-            if "refuses" not in str(error):
+            # it does not take this call, or none over such a neighbourhood
+            if "refuses" not in str(error) and "is none of" not in str(error):
                 raise
     with torch.no_grad():
         arguments = setup.arguments(setup.inputs)
         out = attend(**arguments)
         nearest = max(nearest, closeness("default", "output", out, known.out, known.out_bound))
-        nearest = max(nearest, _compare_weights(setup, arguments, known))
-        _check_explained(arguments, ways, learns)
+        nearest = max(nearest, _compare_weights(places, arguments, known))
+        if not case.learns:
+            _check_explained(arguments, ways)
+    if case.metrics:
+        nearest = max(nearest, _compare_metrics(case, places, setup, rng))
+        ways.add("metrics")
     return Report(frozenset(ways), nearest)
+
+
+def _compare_metrics(case: CallCase, places: Places, setup: Setup, rng: np.random.Generator) -> float:
+    """What a view on the heads measures, with gradients in sight or without."""
+    with torch.set_grad_enabled(case.learns):
+        own = {name: nn.Parameter(x.clone(), requires_grad=case.learns) for name, x in setup.inputs.items()}
+        heads = view(setup.arguments(own))
+        # metrics are computed in fp32 at least
+        wide = torch.promote_types(DTYPES[case.dtype], torch.float32)
+        rounding = setup.rounding._replace(results=Rounding.of(wide).results)
+        known = answer(setup.problem, setup.inputs, None, rounding)
+        key = torch.arange(places.keys) if places.take is None else places.take
+        place = torch.arange(places.queries) + places.keys - places.queries
+        apart = (key - place[:, None]).abs() if places.apart is None else places.apart
+        weights = Weights(known.weights, known.weights_bound, key, places.keys, place, apart.double())
+        values = setup.problem.values({name: x.double() for name, x in setup.inputs.items()})
+        return check_metrics(heads, case.metrics, weights, values, rng)
+
+
+def _pull(case: CallCase, shape: torch.Size, rng: np.random.Generator) -> Tensor:
+    """The gradient that comes from behind: ones as `sum` gives them, which all lie in one place, or random numbers."""
+    dtype = DTYPES[case.dtype]
+    return torch.ones((), dtype=dtype).expand(shape) if case.pull == "ones" else numbers(case.pull, shape, rng, dtype)
 
 
 def _compare(setup: Setup, kernel: str, known: Answer, behind: Tensor | None, frozen: frozenset[str]) -> float:
@@ -83,15 +95,14 @@ def _compare(setup: Setup, kernel: str, known: Answer, behind: Tensor | None, fr
     return nearest
 
 
-def _compare_weights(setup: Setup, arguments: Arguments, known: Answer) -> float:
+def _compare_weights(places: Places, arguments: Arguments, known: Answer) -> float:
     asked = {name: x for name, x in arguments.items() if name not in ("v", "dropout", "seed")}
-    wanted, bound = setup.weights(known.weights), setup.weights(known.weights_bound)
-    # weights are rounded to the dtype of q
+    wanted, bound = places.weights_of(known.weights), places.weights_of(known.weights_bound)
     return closeness("attention_weights", "weights", attention_weights(**asked), wanted, bound)
 
 
-def _check_explained(arguments: Arguments, ways: set[str], learns: bool) -> None:
+def _check_explained(arguments: Arguments, ways: set[str]) -> None:
     """`explain` names a kernel that takes the call."""
     named = explain(**{name: x for name, x in arguments.items() if name != "seed"}).kernel
-    if not learns and named not in ways:
+    if named not in ways:
         raise Mismatch("explain", "kernel", f"it names {named!r}, but what takes the call is {sorted(ways)}")

@@ -24,6 +24,8 @@ class Sizes(NamedTuple):
     heads: int
     queries: int
     keys: int
+    # whether the queries are known to be the keys: padding then covers both
+    to_itself: bool = False
 
     @property
     def places(self) -> NDArray[np.int64]:
@@ -67,10 +69,14 @@ def _padding(sizes: Sizes, rng: np.random.Generator, kind: str, queries: bool | 
         real = real & (key >= start[..., None])
     given = torch.as_tensor(lengths) if kind == "lengths" else torch.as_tensor(real)
     allowed = np.broadcast_to(real[..., None, None, :], (*sizes.batch, 1, sizes.queries, keys))
-    if queries:
+    if sizes.to_itself if queries is None else queries:
         place = sizes.places[:, 0]
         inside = (place >= 0) & (place < keys)
-        asks = real[..., np.clip(place, 0, max(keys - 1, 0))] & inside if keys else np.zeros((*sizes.batch, len(place)), bool)
+        asks = (
+            real[..., np.clip(place, 0, max(keys - 1, 0))] & inside
+            if keys
+            else np.zeros((*sizes.batch, len(place)), bool)
+        )
         allowed = allowed & asks[..., None, :, None]
     return Drawn(Padding(given, queries=queries), allowed)
 
@@ -122,7 +128,7 @@ def build(parts: tuple[Part, ...], sizes: Sizes, seed: int) -> Drawn:
     return joined
 
 
-def draw_part(random: Random, sizes: Sizes) -> Part:
+def draw_part(random: Random) -> Part:
     """One neighbourhood as plain data."""
     kind = random.choice(tuple(_KINDS))
     if kind == "window":
@@ -130,7 +136,11 @@ def draw_part(random: Random, sizes: Sizes) -> Part:
         reach = lambda: random.choices(far, (4, 4, 4, 8, 1))[0]
         return (kind, reach(), reach())
     if kind == "padding":
-        return (kind, random.choice(("lengths", "left", "right", "holes", "middle")), random.choice((None, True, False)))
+        return (
+            kind,
+            random.choice(("lengths", "left", "right", "holes", "middle")),
+            random.choice((None, True, False)),
+        )
     if kind == "segments":
         return (kind, random.choice(("sorted", "scattered")), random.random() < 0.3, random.random() < 0.5)
     if kind == "mask":
@@ -139,7 +149,7 @@ def draw_part(random: Random, sizes: Sizes) -> Part:
     return (kind,)
 
 
-def draw_parts(random: Random, sizes: Sizes) -> tuple[Part, ...]:
+def draw_parts(random: Random) -> tuple[Part, ...]:
     """Nothing, one neighbourhood, or a join of two or three."""
     number = random.choices((0, 1, 2, 3), (2, 5, 4, 2))[0]
-    return tuple(draw_part(random, sizes) for _ in range(number))
+    return tuple(draw_part(random) for _ in range(number))

@@ -6,8 +6,8 @@ with w the weights of edges and m what dropout leaves. Everything of queries x k
 On a graph every edge is a key of its own. Nothing of the package is used here.
 
 The error is bounded as in a running error analysis: the same formulas once more with absolute values in place of every
-number, so that no two terms cancel. A weight p_ij is wrong by at most u + u_s·(1 + the largest such score of its row), as a
-share of it, where u is the rounding of results and u_s that of scores. From there the bounds of outputs and gradients are
+number, so that no two terms cancel. A weight p_ij is off by a share of at most u + exp(u_s·(1 + the largest such score of its
+row)) − 1, where u is the rounding of results and u_s twice that of scores. From there the bounds of outputs and gradients are
 sums of absolute terms. Where no allowed pair contributes the bound is 0: zeros must be exact there.
 """
 
@@ -52,9 +52,10 @@ class Problem(NamedTuple):
     allowed: Tensor
     stays: Tensor | None = None
     dropout: float = 0.0
-    # the names of inputs: one logit a head, and one weight a key
+    # the name of the input that has one logit a head
     sink: str | None = None
-    weights: str | None = None
+    # one weight a key, or None
+    weights: Callable[[Inputs, bool], Tensor | None] = lambda given, absolute: None
     # what goes through a LeakyReLU (..., heads, queries, keys, features)
     bent: Callable[[Inputs, bool], Tensor] | None = None
 
@@ -100,7 +101,8 @@ def answer(problem: Problem, inputs: Inputs, pull: Tensor | None, rounding: Roun
     s = problem.scores(known, False)
     sink = None if problem.sink is None else known[problem.sink]
     p, _ = softmax(s, problem.allowed, sink)
-    seen = p if problem.weights is None else p * known[problem.weights]
+    edge = problem.weights(known, False)
+    seen = p if edge is None else p * edge
     stays = s.new_ones(()) if problem.stays is None else problem.stays.to(s.dtype) / (1 - problem.dropout)
     out = (seen * stays) @ problem.values(known)
     gradients: Inputs = {}
@@ -109,8 +111,7 @@ def answer(problem: Problem, inputs: Inputs, pull: Tensor | None, rounding: Roun
     if pull is not None:
         found = torch.autograd.grad((out * pull.double()).sum(), list(known.values()), allow_unused=True)
         gradients = {
-            name: torch.zeros_like(x) if g is None else g
-            for (name, x), g in zip(known.items(), found, strict=True)
+            name: torch.zeros_like(x) if g is None else g for (name, x), g in zip(known.items(), found, strict=True)
         }
     bounds = _bounds(problem, inputs, p.detach(), stays, pull, rounding)
     return Answer(out.detach(), seen.detach(), gradients, *bounds)
@@ -138,10 +139,11 @@ def _bounds(
     largest = largest.amax(-1, keepdim=True) if p.shape[-1] else largest.sum(-1, keepdim=True)
     if problem.sink is not None:
         largest = largest + size[problem.sink].detach()[:, None, None]
-    share = rounding.results + rounding.scores * (1 + largest)
-    # how far each weight may be off
-    off = torch.where(allowed, p * share + rounding.least, 0.0)
-    edge = None if problem.weights is None else size[problem.weights]
+    # a score that is off by δ, and the sum of all, change a weight by e^2δ
+    share = rounding.results + (rounding.scores * (1 + largest)).clamp(max=300).expm1()
+    # how far each weight may be off; it is at most 1
+    off = torch.where(allowed, (p * share).clamp(max=1.0) + rounding.least, 0.0)
+    edge = problem.weights(size, True)
     scaled = off if edge is None else off * edge.detach()
     out_bound = (scaled * stays) @ values.detach()
     if pull is None:
@@ -153,7 +155,7 @@ def _bounds(
     # a sink may be applied to outputs afterwards: what is left of the keys' part cancels only then
     alone = p / p.sum(-1, keepdim=True).clamp(min=torch.finfo(p.dtype).tiny)
     mean = (alone * weighed).sum(-1, keepdim=True)
-    ds = off * (weighed + mean) + torch.where(allowed, rounding.least, 0.0)
+    ds = off * (weighed + mean) + p * (off * weighed).sum(-1, keepdim=True) + torch.where(allowed, rounding.least, 0.0)
     total = (scores * ds).sum() + (values * ((scaled * stays).transpose(-2, -1) @ pulled)).sum()
     if problem.sink is not None:
         total = total + (size[problem.sink][:, None, None] * (share * mean + rounding.least)).sum()

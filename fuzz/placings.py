@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from random import Random
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,7 +24,7 @@ class Placing(NamedTuple):
     # the package's, with weights from among the inputs
     position: Callable[[Inputs], Position | None] = lambda given: None
     # the inputs that it owns
-    shapes: dict[str, tuple[int, ...]] = {}
+    shapes: Mapping[str, tuple[int, ...]] = MappingProxyType({})
     # matrices that queries and keys are turned by, one an item
     queries: Tensor | None = None
     keys: Tensor | None = None
@@ -73,3 +75,16 @@ def _relative(heads: int, queries: int, keys: int, buckets: int, max_distance: i
         return made
 
     return Placing(position, {"table": (buckets, heads)}, added=lambda given, _: given["table"][place].movedim(-1, 0))
+
+
+def draw_position(random: Random, dim: int) -> tuple[Any, ...]:
+    """A position along a sequence as plain data."""
+    kind = random.choices(("none", "rotary", "alibi", "relative"), (4, 3, 1, 2))[0]
+    if kind == "rotary" and dim >= 2:
+        turned = None if dim % 2 == 0 and random.random() < 0.6 else random.randrange(2, dim + 1, 2)
+        factor, trained = random.choice(((None, None), (None, None), (4.0, None), (8.0, 32)))
+        return (kind, turned, random.choice((10_000.0, 100.0)), random.random() < 0.4, factor, trained)
+    if kind == "relative":
+        buckets = random.choice((4, 8, 16, 32))
+        return (kind, buckets, random.choice((buckets + 1, 64, 128)), random.random() < 0.6)
+    return (kind,) if kind in ("none", "alibi") else ("none",)

@@ -20,6 +20,8 @@ from multiprocessing.process import BaseProcess
 from types import ModuleType
 from typing import Any, NamedTuple
 
+import torch
+
 from fuzz.case import Case, kind_of
 from fuzz.shrink import shrink
 
@@ -186,6 +188,8 @@ def _work(target: ModuleType, seed: int, number: int, count: int | None, until: 
 
 
 def _tried(target: ModuleType, case: Case, number: int) -> _Told:
+    # tensors are small: more threads only wait for each other
+    torch.set_num_threads(1)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error")

@@ -80,9 +80,7 @@ def bent(choice: Choice, inputs: Inputs, q: Tensor, k: Tensor, features: Tensor 
     return z if features is None else z + torch.einsum("hdf,kf->hkd", inputs["edge"], features)[:, None]
 
 
-def formula(
-    choice: Choice, inputs: Inputs, q: Tensor, k: Tensor, features: Tensor | None, absolute: bool
-) -> Tensor:
+def formula(choice: Choice, inputs: Inputs, q: Tensor, k: Tensor, features: Tensor | None, absolute: bool) -> Tensor:
     """The score of every query with every key (..., heads, queries, keys), heads given out already."""
     kind, *options = choice
     if kind == "dot":

@@ -76,4 +76,4 @@ def _simpler_tuple(value: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
             parts = (rounded for rounded in (float(round(part)), round(part, 1)) if rounded != part)
         else:
             continue
-        yield from (value[:place] + (new,) + value[place + 1 :] for new in parts)
+        yield from ((*value[:place], new, *value[place + 1 :]) for new in parts)

@@ -74,5 +74,3 @@ def layout(kind: str, shape: tuple[int, ...]) -> Layout:
     if kind == "one item":
         return Layout((*batch, heads, 1, dim), lambda x: x.expand(shape))
     return Layout(shape, lambda x: x)
-
-

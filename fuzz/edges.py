@@ -1,0 +1,219 @@
+"""Graphs: what the package is given, beside lists of edges that are changed as the documentation says."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from random import Random
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fuzz.case import Mismatch
+from fuzz.neighbourhoods import Part, Sizes, build, draw_part
+from fuzz.oracle import Inputs
+from polyhead import Graph
+
+Ints = NDArray[np.int64]
+Of = Callable[[Inputs], Tensor | None]
+OfSize = Callable[[Inputs, bool], Tensor | None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Edges:
+    """Edges by definition: their ends, and features and weights as functions of the inputs.
+
+    Weights are asked for once more of absolute values, where every derivative must be positive.
+    """
+
+    source: Ints
+    destination: Ints
+    sources: int
+    destinations: int
+    features: Of
+    weights: OfSize
+
+    @property
+    def count(self) -> int:
+        return len(self.source)
+
+
+KINDS = ("random", "random", "into one", "from one", "few", "path", "all", "none", "twice", "loops")
+
+
+def draw_pairs(kind: str, sources: int, destinations: int, count: int, rng: np.random.Generator) -> tuple[Ints, Ints]:
+    """Sources and destinations of edges of a kind, in no order."""
+    if kind == "none" or not sources or not destinations:
+        return np.zeros(0, np.int64), np.zeros(0, np.int64)
+    source, destination = rng.integers(0, sources, count), rng.integers(0, destinations, count)
+    if kind == "into one":
+        destination[:] = destination[:1]
+    elif kind == "from one":
+        source[:] = source[:1]
+    elif kind == "few":
+        source, destination = source % max(1, sources // 3), destination % max(1, destinations // 3)
+    elif kind == "path":
+        source, destination = np.arange(min(sources, destinations)), np.arange(min(sources, destinations))[::-1].copy()
+    elif kind == "all":
+        source, destination = (x.ravel() for x in np.meshgrid(np.arange(sources), np.arange(destinations)))
+    elif kind == "twice":
+        source, destination = np.tile(source, 2), np.tile(destination, 2)
+    elif kind == "loops":
+        source = destination = np.minimum(source, destinations - 1)
+    return source, destination
+
+
+def given(pairs: tuple[Ints, Ints], size: tuple[int, int], made: str, inputs: Inputs) -> Graph:
+    """The package's graph of these edges, made in one of the ways that there are."""
+    features, weights = inputs.get("features"), inputs.get("weights")
+    index = torch.as_tensor(np.stack(pairs))
+    if made == "int32":
+        index = index.int()
+    elif made == "strided":
+        index = index.T.contiguous().T
+    elif made == "batch":
+        half = len(pairs[0]) // 2
+        cut = lambda x, part: None if x is None else x[part]
+        parts = [
+            Graph(index[:, part], size, cut(features, part), cut(weights, part))
+            for part in (slice(half), slice(half, None))
+        ]
+        return Graph.batch(parts)
+    return Graph(index, size, features, weights)
+
+
+def defined(pairs: tuple[Ints, Ints], size: tuple[int, int], made: str) -> Edges:
+    """The same by definition."""
+    (source, destination), (sources, destinations) = pairs, size
+    if made == "batch":
+        # the second graph's nodes count on from the first's
+        second = np.arange(len(source)) >= len(source) // 2
+        source, destination = source + second * sources, destination + second * destinations
+        sources, destinations = 2 * sources, 2 * destinations
+    return Edges(source, destination, sources, destinations, lambda x: x.get("features"), lambda x, _: x.get("weights"))
+
+
+def reversed_(edges: Edges) -> Edges:
+    """Every edge the other way round."""
+    return dataclasses.replace(
+        edges,
+        source=edges.destination,
+        destination=edges.source,
+        sources=edges.destinations,
+        destinations=edges.sources,
+    )
+
+
+def with_loops(edges: Edges) -> Edges:
+    """Every node without a loop gets one, after all others: with the mean of its in-edges' features and the weight 1."""
+    have = {int(a) for a, b in zip(edges.source, edges.destination, strict=True) if a == b}
+    new = np.array([node for node in range(edges.sources) if node not in have], np.int64)
+    mean = torch.zeros(len(new), edges.count, dtype=torch.float64)
+    for row, node in enumerate(new):
+        into = np.flatnonzero(edges.destination == node)
+        mean[row, into] = 1 / max(len(into), 1)
+
+    def features(inputs: Inputs) -> Tensor | None:
+        own = edges.features(inputs)
+        return None if own is None else torch.cat((own, mean.to(own.dtype) @ own))
+
+    def weights(inputs: Inputs, absolute: bool) -> Tensor | None:
+        own = edges.weights(inputs, absolute)
+        return None if own is None else torch.cat((own, own.new_ones(len(new))))
+
+    ends = np.concatenate((edges.source, new)), np.concatenate((edges.destination, new))
+    return Edges(*ends, edges.sources, edges.destinations, features, weights)
+
+
+def normalised(edges: Edges) -> Edges:
+    """Weights divided by the roots of the degrees of both ends; an end of degree 0 leaves nothing."""
+    into = torch.as_tensor((edges.destination[None] == np.arange(edges.destinations)[:, None]).astype(float))
+
+    def weights(inputs: Inputs, absolute: bool) -> Tensor:
+        own = edges.weights(inputs, absolute)
+        own = torch.ones(edges.count, dtype=torch.float64) if own is None else own
+        degree = into @ own
+        root = torch.where(degree > 0, torch.where(degree > 0, degree, 1.0) ** -0.5, 0.0)
+        if absolute:
+            # its derivative is −½ root³
+            root = root.detach() + 0.5 * root.detach() ** 3 * degree
+        return own * root[edges.source] * root[edges.destination]
+
+    return dataclasses.replace(edges, weights=weights)
+
+
+def kept(edges: Edges, allowed: NDArray[np.bool_]) -> tuple[Edges, Ints]:
+    """The edges whose pair (destination, source) is allowed, and their numbers."""
+    numbers = np.flatnonzero(allowed[edges.destination, edges.source]) if edges.count else np.zeros(0, np.int64)
+    cut = lambda of: lambda *given: None if of(*given) is None else of(*given)[numbers]
+    fewer = dataclasses.replace(
+        edges,
+        source=edges.source[numbers], destination=edges.destination[numbers], features=cut(edges.features),
+        weights=cut(edges.weights),
+    )  # fmt: skip
+    return fewer, numbers
+
+
+def draw_filter(random: Random) -> Part:
+    """A neighbourhood that a graph may be joined with: one that is the same for all heads and rows."""
+    while True:
+        part = draw_part(random)
+        if part[0] == "mask" and part[1] not in ("pairs", "keys"):
+            continue
+        if part[0] == "segments":
+            return (*part[:3], False)
+        return part
+
+
+class Made(NamedTuple):
+    """A graph and its definition."""
+
+    edges: Edges
+    # the package's graph of inputs that may want gradients
+    graph: Callable[[Inputs], Graph]
+
+
+def build_graph(
+    pairs: tuple[Ints, Ints], size: tuple[int, int], made: str, changes: tuple[str, ...], filters: tuple[Part, ...], seed: int
+) -> Made:  # fmt: skip
+    """Edges that are given, changed in turn, and filtered in turn."""
+    edges = defined(pairs, size, made)
+    for change in changes:
+        edges = {"reverse": reversed_, "loops": with_loops, "normalised": normalised}[change](edges)
+    joins: list[Any] = []
+    ids = None
+    for place, part in enumerate(filters):
+        sizes = Sizes((), 1, edges.destinations, edges.sources, edges.destinations == edges.sources)
+        drawn = build((part,), sizes, seed + place)
+        edges, numbers = kept(edges, np.broadcast_to(drawn.allowed[0], (edges.destinations, edges.sources)))
+        ids = numbers if ids is None else ids[numbers]
+        joins.append(drawn.over)
+
+    def graph(inputs: Inputs) -> Graph:
+        found = given(pairs, size, made, inputs)
+        for change in changes:
+            found = {"reverse": Graph.reverse, "loops": Graph.with_self_loops, "normalised": Graph.normalised}[change](
+                found
+            )
+        for place, over in enumerate(joins):
+            # a join may be written either way round
+            joined = found & over if place % 2 == 0 else over & found
+            assert isinstance(joined, Graph)
+            found = joined
+        return found
+
+    return Made(edges, graph)
+
+
+def check_graph(graph: Graph, edges: Edges) -> None:
+    """The edges of the package's graph are those of the definition, in the same order."""
+    wanted = torch.as_tensor(np.stack((edges.source, edges.destination)))
+    if (graph.sources, graph.destinations) != (edges.sources, edges.destinations):
+        raise Mismatch(
+            "Graph", "nodes", f"{(graph.sources, graph.destinations)}, wanted {(edges.sources, edges.destinations)}"
+        )
+    if not torch.equal(graph.edge_index, wanted):
+        raise Mismatch("Graph", "edge_index", f"{graph.edge_index.tolist()}, wanted {wanted.tolist()}")
