@@ -152,7 +152,7 @@ def inputs(case: Case, layer: MultiHeadAttention) -> Call:
     edges = None
     over: Neighbourhood | None
     if case.edges is None:
-        drawn = build(case.over, sizes, case.seed)
+        drawn = build(case.over if case.way != "cache" else (("causal",),), sizes, case.seed)
         over, allowed, columns = drawn.over, torch.as_tensor(drawn.allowed.copy()), (case.queries, keys)
     else:
         edges = defined(draw_pairs("random", keys, case.queries, case.edges, rng), (keys, case.queries), "list")
