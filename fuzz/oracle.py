@@ -134,15 +134,15 @@ def _bounds(
     """How far output, weights and gradients may be off."""
     size = {name: x.detach().double().abs().requires_grad_() for name, x in inputs.items()}
     scores, values = problem.scores(size, True), problem.values(size)
-    allowed = problem.allowed.expand(p.shape)
-    largest = torch.where(allowed, scores.detach(), 0.0)
+    allowed = problem.allowed.expand(p.shape).double()
+    largest = allowed * scores.detach()
     largest = largest.amax(-1, keepdim=True) if p.shape[-1] else largest.sum(-1, keepdim=True)
     if problem.sink is not None:
         largest = largest + size[problem.sink].detach()[:, None, None]
     # a score that is off by δ, and the sum of all, change a weight by e^2δ
     share = rounding.results + (rounding.scores * (1 + largest)).clamp(max=300).expm1()
     # how far each weight may be off; it is at most 1
-    off = torch.where(allowed, (p * share).clamp(max=1.0) + rounding.least, 0.0)
+    off = allowed * ((p * share).clamp(max=1.0) + rounding.least)
     edge = problem.weights(size, True)
     scaled = off if edge is None else off * edge.detach()
     out_bound = (scaled * stays) @ values.detach()
@@ -155,7 +155,7 @@ def _bounds(
     # a sink may be applied to outputs afterwards: what is left of the keys' part cancels only then
     alone = p / p.sum(-1, keepdim=True).clamp(min=torch.finfo(p.dtype).tiny)
     mean = (alone * weighed).sum(-1, keepdim=True)
-    ds = off * (weighed + mean) + p * (off * weighed).sum(-1, keepdim=True) + torch.where(allowed, rounding.least, 0.0)
+    ds = off * (weighed + mean) + p * (off * weighed).sum(-1, keepdim=True) + allowed * rounding.least
     total = (scores * ds).sum() + (values * ((scaled * stays).transpose(-2, -1) @ pulled)).sum()
     if problem.sink is not None:
         total = total + (size[problem.sink][:, None, None] * (share * mean + rounding.least)).sum()

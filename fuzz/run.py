@@ -147,8 +147,7 @@ def _checked(target: ModuleType, seed: int, count: int | None, until: float) -> 
     number = 0
     while (count is None or number < count) and time.monotonic() < until:
         ours, theirs = _fork.Pipe(duplex=False)
-        worker = _fork.Process(target=_work, args=(target, seed, number, count, until, theirs), daemon=True)
-        worker.start()
+        worker = _started(_work, target, seed, number, count, until, theirs)
         theirs.close()
         finished = False
         while not finished:
@@ -164,6 +163,15 @@ def _checked(target: ModuleType, seed: int, count: int | None, until: float) -> 
         worker.join()
         if finished:
             return
+
+
+def _started(work: Callable[..., None], *about: Any) -> BaseProcess:
+    worker = _fork.Process(target=work, args=about, daemon=True)
+    with warnings.catch_warnings():
+        # Python warns of threads that a fork leaves behind: those of the one who called, which hold nothing that is needed here
+        warnings.simplefilter("ignore", DeprecationWarning)
+        worker.start()
+    return worker
 
 
 def _received(ours: Connection, worker: BaseProcess) -> Any:
@@ -215,8 +223,7 @@ def _shrunk(target: ModuleType, case: Case, kind: Kind) -> tuple[Case, str]:
 def _apart(work: Callable[..., Any], *about: Any) -> tuple[Any, str | None]:
     """What a function gives in a process of its own, or how that died."""
     ours, theirs = _fork.Pipe(duplex=False)
-    worker = _fork.Process(target=lambda: theirs.send(work(*about)), daemon=True)
-    worker.start()
+    worker = _started(lambda: theirs.send(work(*about)))
     theirs.close()
     told = _received(ours, worker)
     worker.join()

@@ -45,6 +45,8 @@ class CallCase(Case):
     sink: str = "none"
     dropout: float = 0.0
     numbers: str = "normal"
+    # what stands in keys and values that nobody may see, and in queries that may see nothing
+    unseen: str = "numbers"
     q_layout: str = "contiguous"
     k_layout: str = "contiguous"
     v_layout: str = "contiguous"
@@ -86,6 +88,7 @@ def draw_call(random: Random, batch: tuple[int, ...], heads: int, *, square: boo
         "sink": random.choices(("none", "number", "learned"), (6, 1, 2))[0],
         "dropout": random.choice((0.1, 0.5, 0.9)) if not plain and random.random() < 0.35 else 0.0,
         "numbers": random.choices(NUMBERS, (10, 2, 2, 2, 2, 1))[0],
+        "unseen": random.choices(("numbers", "nan", "inf"), (8, 1, 1))[0],
         "q_layout": draw_layout(random), "k_layout": draw_layout(random), "v_layout": draw_layout(random), "tied": tied,
         "learns": learns, "pull": random.choice(("ones", "normal", "normal")),
         "frozen": frozenset(name for name in ("q", "k", "v", "bias", "sink") if learns and random.random() < 0.15),
@@ -101,6 +104,8 @@ class Setup(NamedTuple):
     """A call: its inputs by name, what the package makes of them, and what the oracle does."""
 
     inputs: Inputs
+    # the same as the package gets them: with NaN or inf where nobody may look
+    given: Inputs
     # q, k, v, over and so on, from inputs that may want gradients
     arguments: Callable[[Inputs], Arguments]
     problem: Problem
@@ -195,7 +200,29 @@ def set_up(case: CallCase, places: Places, rng: np.random.Generator) -> Setup:
         else None,
     )
     rounding = Rounding.of(DTYPES[case.dtype], turned=placing.queries is not None)
-    return Setup(inputs, arguments, problem, rounding)
+    return Setup(inputs, _spoilt(case, places, inputs, tensors), arguments, problem, rounding)
+
+
+def _spoilt(case: CallCase, places: Places, inputs: Inputs, tensors: Callable[[Inputs], dict[str, Tensor]]) -> Inputs:
+    """Inputs with NaN or inf in keys and values that nobody may see, and in queries that may see nothing; zeros in the others."""
+    shared = any(kind.startswith("one ") for kind in (case.q_layout, case.k_layout, case.v_layout))
+    if case.unseen == "numbers" or shared or case.tied != "none":
+        return inputs
+    pairs = places.allowed.expand(*case.batch, case.heads, places.queries, places.allowed.shape[-1])
+    keys = pairs.any(-2)
+    if places.take is not None:
+        keys = torch.zeros(*keys.shape[:-1], places.keys, dtype=torch.bool).index_add(-1, places.take, keys)
+    seen = {"q": pairs.any(-1), "k": _of_group(keys, case.key_group), "v": _of_group(keys, case.value_group)}
+    spoilt = {name: x.clone() for name, x in inputs.items()}
+    for given, value in ((inputs, 0.0), (spoilt, float(case.unseen))):
+        for name, x in tensors(given).items():
+            x.masked_fill_(~seen[name][..., None], value)
+    return spoilt
+
+
+def _of_group(seen: Tensor, group: int) -> Tensor:
+    """Whether any head of a group sees a key."""
+    return seen.unflatten(-2, (seen.shape[-2] // group, group)).any(-2)
 
 
 def _layouts(case: CallCase, places: Places) -> dict[str, Layout]:
