@@ -84,6 +84,12 @@ def refuse_scripting(module: nn.Module) -> nn.Module:
     )
 
 
+def in_sight(x: torch.Tensor) -> bool:
+    """Whether the numbers in a tensor can be looked at, and nobody sees it who would take the answer for a constant."""
+    real = type(x) in (torch.Tensor, torch.nn.Parameter) and not x.is_meta
+    return real and not numbers_hidden() and not watched()
+
+
 def widened(x: torch.Tensor) -> torch.Tensor:
     """`x` in at least fp32: what is taken from it many times has a gradient that is a sum, which halves cannot hold."""
     return x.to(torch.promote_types(x.dtype, torch.float32))

@@ -43,8 +43,18 @@ def softmax(
     top = S.max(axis=1, keepdims=True, initial=-np.inf)
     E = np.exp(S - np.where(np.isfinite(top), top, 0))
     total = E.sum(axis=1, keepdims=True)
-    P = np.divide(E, total, out=np.zeros_like(E), where=total > 0)
+    # not total > 0, which NaN is not; and what is not allowed has no weight in a row of NaN either
+    P = np.divide(E, total, out=np.zeros_like(E), where=(total != 0) & (-np.inf != S))
     return P if sink is None else P[:, :-1]
+
+
+def weighted_sum(
+    P: Float[Array, "queries keys"], V: Float[Array, "keys d_v"], allowed: Bool[Array, "queries keys"] | None = None
+) -> Float[Array, "queries d_v"]:
+    """P V over the allowed pairs: what stands elsewhere, NaN too, is not multiplied by a weight of zero but left out."""
+    if allowed is None or np.isfinite(V).all():
+        return P @ V
+    return np.where(allowed[:, :, None], P[:, :, None] * V[None, :, :], 0).sum(axis=1)
 
 
 def weights(
@@ -72,7 +82,7 @@ def attention(
     sink: float | None = None,
 ) -> Float[Array, "queries d_v"]:
     """P V: each query's mean of the values, by its weights. With `scale=1` the basic operator softmax(Q Kᵀ) V."""
-    return weights(Q, K, allowed=allowed, scale=scale, bias=bias, sink=sink) @ V
+    return weighted_sum(weights(Q, K, allowed=allowed, scale=scale, bias=bias, sink=sink), V, allowed)
 
 
 def multi_head(
@@ -143,7 +153,7 @@ def gat(
     """
     Z = X @ W.T
     S = leaky_relu((Z @ a_dst)[:, None] + (Z @ a_src)[None, :], slope)
-    return (A * softmax(S, A != 0)) @ X @ W.T
+    return weighted_sum(A * softmax(S, A != 0), Z, A != 0)
 
 
 def gatv2(
@@ -156,8 +166,9 @@ def gatv2(
     slope: float = 0.2,
 ) -> Float[Array, "nodes d_out"]:
     """One head of GATv2 (Brody 2021): H = (A ∘ α) X W_srcᵀ, α = softmax(a·LeakyReLU(W_dst x_i + W_src x_j))."""
-    S = leaky_relu((X @ W_dst.T)[:, None] + (X @ W_src.T)[None, :], slope) @ a
-    return (A * softmax(S, A != 0)) @ X @ W_src.T
+    Z = X @ W_src.T
+    S = leaky_relu((X @ W_dst.T)[:, None] + Z[None, :], slope) @ a
+    return weighted_sum(A * softmax(S, A != 0), Z, A != 0)
 
 
 def normalised(A: Float[Array, "nodes nodes"]) -> Float[Array, "nodes nodes"]:

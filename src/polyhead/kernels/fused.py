@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from polyhead._torch import native, under_transform
+from polyhead._torch import in_sight, native, under_transform
 from polyhead.kernels.call import Call, Result, flat, to_heads
 from polyhead.kernels.operators import differentiate_definition
 from polyhead.kernels.reference import Reference
@@ -25,6 +25,10 @@ LONG = 128
 NARROW, FEW_KEYS, MANY = 16, 128, 1 << 18
 
 
+# Numbers in a vector of torch's kernel, on any CPU at most.
+VECTOR = 16
+# Queries of so few numbers are sooner given a mask than looked at.
+FEW_NUMBERS = 1 << 12
 # The smallest scale that is a normal number in fp32.
 TINY = torch.finfo(torch.float32).tiny
 
@@ -63,14 +67,22 @@ class Fused:
         q, k, v = even(q, call.k, call.v)
         if len(shape) != 4:
             q, k, v = flat(q), flat(k), flat(v)
-        if q.is_cpu and _wants_operator(call):
-            out, lse = flash(q, k, v, 0.0, causal, scale=scale)
+        mask = _mask(q, k)
+        # torch's function takes no mask beside a triangle
+        if q.is_cpu and (_wants_operator(call) or (causal and mask is not None)):
+            out, lse = flash(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
             # who looks at the heads later is spared a pass; gradients do not go through it
             lse = lse.detach() if call.sink is None else lse
         else:
             grouped = k.shape[1] != shape[-3]
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=grouped)
+            out = F.scaled_dot_product_attention(
+                q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=grouped
+            )
             lse = None
+        if causal and _leaks(q, k, out):
+            from polyhead.kernels.tiled import Tiled  # which imports this file
+
+            return Tiled()(call)
         if not torch.compiler.is_compiling() and out.grad_fn is not None:
             _allow_second_derivatives(out)
         if len(shape) != 4:
@@ -108,6 +120,31 @@ def _differentiate_again(
     return tuple(by_place.get(place) for place in range(len(gradients)))
 
 
+def _mask(q: Tensor, k: Tensor) -> Tensor | None:
+    """`nan_kept`, unless a look at the numbers costs less than a mask and finds that there is no need for it."""
+    # a compiler would fix the number of keys
+    if torch.compiler.is_compiling() or not q.is_cpu:
+        return None
+    mask = nan_kept(q, k)
+    if mask is None or q.numel() <= FEW_NUMBERS or not in_sight(q):
+        return mask
+    # a row of NaN is that of a query that holds one, or all its keys do
+    return None if _finite(q, k[..., :1, :]) else mask
+
+
+def _leaks(q: Tensor, k: Tensor, out: Tensor) -> bool:
+    """Whether NaN or inf may have reached earlier queries through weights of zero, or may in the backward pass."""
+    if not q.is_cpu or not in_sight(q):
+        return False
+    # the last query sees all keys and values; what is in a query, or makes a weight of zero, leaks through gradients alone
+    return not _finite(out[..., -1:, :]) or (out.requires_grad and not _finite(q, k))
+
+
+def _finite(*tensors: Tensor) -> bool:
+    """Whether all numbers are; large halves may count as infinite."""
+    return all(math.isfinite(x.detach().sum().item()) for x in tensors)
+
+
 def _wants_operator(call: Call) -> bool:
     """Whether to call the operator below scaled_dot_product_attention, which hands out the log-sum-exp.
 
@@ -137,6 +174,23 @@ def refuses(call: Call) -> str | None:
     if under_transform():
         return "it has no rules for torch.func transforms and forward-mode differentiation"
     return None
+
+
+def nan_kept(q: Tensor, k: Tensor) -> Tensor | None:
+    """A mask of zero, where torch's kernel would take a row of NaN scores for one without keys; else None.
+
+    It looks for the largest score by whole vectors of keys, and for those that fill none it passes over NaN; not so
+    where it adds a mask.
+    """
+    if k.shape[-2] >= VECTOR:
+        return None
+    return _ZERO[q.dtype] if type(q) is Tensor and q.dtype in _ZERO else q.new_zeros(1, 1, 1, 1)
+
+
+_ZERO = {
+    dtype: torch.zeros(1, 1, 1, 1, dtype=dtype, device="cpu")
+    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+}
 
 
 def with_positive_scale(q: Tensor, scale: float) -> tuple[Tensor, float]:

@@ -22,6 +22,9 @@ def finite(tensors: Sequence[Tensor]) -> bool:
         counts = [x.numel() for x in tensors]
         threads = torch.get_num_threads() if sum(counts) > _PARALLEL else 1
         return native.all_finite(torch.float64 in dtypes, [x.data_ptr() for x in tensors], counts, threads)
+    if len(tensors) == 1 and tensors[0].numel():
+        # exact, and in one pass: NaN is both extremes
+        return all(bool(end.isfinite()) for end in tensors[0].aminmax())
     # what is not finite makes the norm so
     norms: dict[torch.device, list[Tensor]] = {}
     for norm in torch._foreach_norm(list(tensors)):

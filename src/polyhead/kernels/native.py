@@ -12,9 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from polyhead._torch import missing, native, under_transform
+from polyhead._torch import in_sight, missing, native, under_transform
 from polyhead.kernels.call import Call, Result, flat, to_heads
 from polyhead.kernels.graph import Edges
+from polyhead.kernels.many import finite
 from polyhead.kernels.operators import define_attention
 from polyhead.neighbourhood import Graph, Order
 from polyhead.score import GAT, Dot, GATv2, Score
@@ -85,12 +86,16 @@ def _by_node(x: Tensor, heads: int, dtype: torch.dtype) -> Tensor:
 
 def _terms(score: GAT, q: Tensor, k: Tensor, one: bool) -> tuple[Tensor, Tensor]:
     """a_dst·q and a_src·k (batch, items, heads); by one product where q is k."""
-    to_query, to_key = _block_diagonal(score.destination.to(q.dtype)), _block_diagonal(score.source.to(q.dtype))
+    to_query, to_key = score.destination.to(q.dtype), score.source.to(q.dtype)
     if one:
-        both = q.flatten(-2) @ torch.cat((to_query, to_key), 1)
-        of_query, of_key = both.unflatten(-1, (2, -1)).unbind(-2)
+        made = [q.flatten(-2) @ torch.cat((_block_diagonal(to_query), _block_diagonal(to_key)), 1)]
+        of_query, of_key = made[0].unflatten(-1, (2, -1)).unbind(-2)
     else:
-        of_query, of_key = q.flatten(-2) @ to_query, k.flatten(-2) @ to_key
+        made = [q.flatten(-2) @ _block_diagonal(to_query), k.flatten(-2) @ _block_diagonal(to_key)]
+        of_query, of_key = made
+    if in_sight(q) and not finite([x.detach() for x in made]):
+        # zero times NaN is NaN: heads would hand it to each other
+        of_query, of_key = (q * to_query).sum(-1), (k * to_key).sum(-1)
     return of_query if score.bias is None else of_query + score.bias.to(q.dtype), of_key
 
 

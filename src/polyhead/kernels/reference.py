@@ -9,6 +9,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from polyhead._torch import without_autocast
+from polyhead.kernels.allowed import dots, weighted_sum
 from polyhead.kernels.call import Call, Result, to_heads
 from polyhead.kernels.dropout import keeps
 from polyhead.neighbourhood import Graph, Mask
@@ -28,11 +29,14 @@ class Reference:
         return "an edge is there twice" if call.over.duplicates else None
 
     def __call__(self, call: Call) -> Result:
-        p, lse = softmax(scores(call))
+        s = scores(call)
+        p, lse = softmax(s)
         if call.dropout > 0:
             p = p * kept(call) / (1 - call.dropout)
         with without_autocast(p.device):
-            return (p @ to_heads(call.v.to(p.dtype), call.q.shape[-3])).to(call.v.dtype), lse
+            v = to_heads(call.v.to(p.dtype), call.q.shape[-3])
+            out = p @ v if call.over.full else weighted_sum(p, v, s == -torch.inf)
+            return out.to(call.v.dtype), lse
 
 
 def attend_intervals(
@@ -74,15 +78,23 @@ def scores(
     wide = torch.promote_types(q.dtype, torch.float32)
     k = (call.k if span is None else call.k[..., begin:end, :]).to(wide)
     k = to_heads(k, number) if heads is None else k.index_select(-3, heads // (number // k.shape[-3]))
-    with without_autocast(device):
-        s: Tensor = call.score(q.to(wide), k)
     key, position = torch.arange(begin, end, device=device), row[:, None] + (keys - rows)
+    hidden = ~call.over.allows(head[:, None, None], position, key)
+    with without_autocast(device):
+        s = _products(call, q.to(wide), k, hidden)
     if call.table is not None:
         s = s + chosen(call.table, -2, heads).to(wide)[..., key - position + (keys - 1)]
     if call.bias is not None:
         bias = call.bias if call.bias.shape[-1] == 1 else call.bias[..., begin:end]
         s = s + chosen(chosen(bias, -3, heads), -2, queries).to(wide)
-    return s.masked_fill(~call.over.allows(head[:, None, None], position, key), -torch.inf)
+    return s.masked_fill(hidden, -torch.inf)
+
+
+def _products(call: Call, q: Tensor, k: Tensor, hidden: Tensor) -> Tensor:
+    if type(call.score) is Dot and not call.over.full:
+        return dots(q * call.score.factor(q.shape[-1]), k, hidden)
+    s: Tensor = call.score(q, k)
+    return s
 
 
 def chosen(x: Tensor, axis: int, index: Tensor | None) -> Tensor:
@@ -115,7 +127,7 @@ def softmax(s: Float[Tensor, "... keys"]) -> tuple[Float[Tensor, "... keys"], Fl
     empty = s.amax(-1) == -torch.inf
     safe = s.masked_fill(empty[..., None], 0.0)
     # not exp(s - lse), which loses the log of the number of keys where all scores are far from zero
-    p = safe.softmax(-1).masked_fill(empty[..., None], 0.0)
+    p = safe.softmax(-1).masked_fill(s == -torch.inf, 0.0)
     return p, safe.logsumexp(-1).masked_fill(empty, -torch.inf)
 
 

@@ -15,9 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from polyhead._torch import widened
+from polyhead.kernels.allowed import weighted_sum
 from polyhead.kernels.call import Call, Result, flat, intervals, rows
 from polyhead.kernels.dropout import keeps
-from polyhead.kernels.fused import comparable, even, flash, refuses, strided, with_positive_scale
+from polyhead.kernels.fused import comparable, even, flash, nan_kept, refuses, strided, with_positive_scale
+from polyhead.kernels.many import finite
 from polyhead.kernels.operators import define_attention
 from polyhead.kernels.reference import attend_intervals
 from polyhead.kernels.tiles import Tile, plan
@@ -79,35 +81,56 @@ class _Work:
 
     def __init__(
         self, q: Tensor, first: Tensor, stop: Tensor, mask: Tensor | None, table: Tensor | None, bias: Tensor | None,
-        seed: Tensor | None, scale: float, dropout: float, plain: bool, keys: int,
+        seed: Tensor | None, scale: float, dropout: float, plain: bool, keys: int, careful: bool = False,
     ) -> None:  # fmt: skip
         self.first, self.stop, self.mask, self.table, self.bias = first, stop, mask, table, bias
-        self.seed, self.scale, self.dropout, self.plain = seed, scale, dropout, plain
+        self.seed, self.scale, self.dropout, self.plain, self.careful = seed, scale, dropout, plain, careful
         self.queries, self.keys, self.heads = q.shape[-2], keys, q.shape[-3]
         # what is added may be beyond a half's range
         self.dtype = torch.promote_types(q.dtype, torch.float32)
         self.device = q.device
         self._last_band: tuple[tuple[int, bytes, bytes], Tensor] | None = None
+        self._last_added: tuple[Tensor, Tensor] | None = None
         low, high = (bound.cpu().numpy().clip(0, keys) for bound in (first, stop))
         small = q.shape[1] * q.shape[2] * keys * q.shape[3] < SMALL
         self.tiles = plan(low, high, q.shape[0], whole=not plain, together=small)
         self._low, self._high = low, high
 
-    def additive(self, tile: Tile) -> Tensor | None:
-        """What is added to the scores of a tile, -inf where attention may not go; None for nothing."""
-        add = self._band(tile) if tile.shape == "ragged" or (self.plain and tile.shape == "causal") else None
-        if self.mask is not None:
-            keep = _cut(self.mask, tile)
-            if not keep.all():
-                hidden = torch.zeros(keep.shape, dtype=self.dtype, device=self.device).masked_fill_(~keep, -torch.inf)
-                add = hidden if add is None else add + hidden
+    @property
+    def forbids(self) -> bool:
+        """Whether a tile holds pairs that are not allowed."""
+        return self.mask is not None or any(tile.shape != "full" for tile in self.tiles)
+
+    def additive(self, tile: Tile, hidden: Tensor | None) -> Tensor | None:
+        """What is added to the scores of a tile, -inf where something is hidden; None for nothing."""
+        add = None
         for part in (self._by_distance(tile), None if self.bias is None else _cut(self.bias, tile)):
             if part is not None:
                 add = part.to(self.dtype) if add is None else add + part.to(self.dtype)
-        return add
+        if add is not None:
+            # not the sum of both: what is hidden may be NaN
+            return add if hidden is None else torch.where(hidden, -torch.inf, add)
+        return None if hidden is None else self._added(hidden)
+
+    def _added(self, hidden: Tensor) -> Tensor:
+        if self._last_added is None or self._last_added[0] is not hidden:
+            added = torch.zeros(hidden.shape, dtype=self.dtype, device=self.device).masked_fill_(hidden, -torch.inf)
+            self._last_added = hidden, added
+        return self._last_added[1]
+
+    def hidden(self, tile: Tile) -> Tensor | None:
+        """Which pairs of a tile are forbidden, (rows or 1, heads or 1, queries, keys); None where none are.
+
+        Of a lower triangle torch's kernel knows this by itself.
+        """
+        band = self._band(tile) if tile.shape == "ragged" or (self.plain and tile.shape == "causal") else None
+        keep = None if self.mask is None else _cut(self.mask, tile)
+        if keep is None or keep.all():
+            return band
+        return ~keep if band is None else band | ~keep
 
     def _band(self, tile: Tile) -> Tensor:
-        """(rows or 1, 1, queries, keys) of 0 and -inf; tiles of one outline that follow each other share it."""
+        """(rows or 1, 1, queries, keys): what the intervals leave out; tiles of one outline that follow each other share it."""
         rows = slice(0, 1) if len(self._low) == 1 else slice(tile.b0, tile.b1)
         low = self._low[rows, tile.q0 : tile.q1] - tile.k0
         high = self._high[rows, tile.q0 : tile.q1] - tile.k0
@@ -115,9 +138,7 @@ class _Work:
         if self._last_band is None or self._last_band[0] != known:
             key = torch.arange(tile.k1 - tile.k0, device=self.device)
             begin, end = (torch.from_numpy(x.copy()).to(self.device)[:, None, :, None] for x in (low, high))
-            hidden = (key < begin) | (key >= end)
-            band = torch.zeros(hidden.shape, dtype=self.dtype, device=self.device).masked_fill_(hidden, -torch.inf)
-            self._last_band = known, band
+            self._last_band = known, (key < begin) | (key >= end)
         return self._last_band[1]
 
     def _diagonals(self, tile: Tile) -> Tensor:
@@ -180,9 +201,24 @@ def _grouped(x: Tensor, own: int) -> Tensor:
     return x.reshape(x.shape[0], own, -1, x.shape[-1])
 
 
-def _plain(q: Tensor, k: Tensor, add: Tensor | None, scale: float) -> Tensor:
+def _plain(q: Tensor, k: Tensor, add: Tensor | None, hidden: Tensor | None, scale: float) -> Tensor:
     s = (_grouped(q * scale, k.shape[1]) @ k.transpose(-2, -1)).view(*q.shape[:-1], k.shape[-2])
-    return s if add is None else s.add_(add)
+    s = s if add is None else s.add_(add)
+    return s if hidden is None else s.masked_fill_(hidden, -torch.inf)
+
+
+def _over_keys(p: Tensor, x: Tensor, hidden: Tensor | None) -> Tensor:
+    """(batch, heads, queries, keys) times (batch, own, keys, n); `hidden`, where given, is left out whatever stands there."""
+    own = x.shape[1]
+    each = _grouped(p, own)
+    y = each @ x if hidden is None else weighted_sum(each, x, _grouped(hidden.expand_as(p), own))
+    return y.view(*p.shape[:-1], x.shape[-1])
+
+
+def _over_queries(p: Tensor, x: Tensor, hidden: Tensor | None, own: int) -> Tensor:
+    """(batch, heads, queries, keys) turned times (batch, heads, queries, n), summed over each group of heads."""
+    each, x = _grouped(p, own).mT, _grouped(x, own)
+    return each @ x if hidden is None else weighted_sum(each, x, _grouped(hidden.expand_as(p), own).mT)
 
 
 def _exp_(s: Tensor) -> Tensor:
@@ -191,38 +227,51 @@ def _exp_(s: Tensor) -> Tensor:
 
 
 def _forward_plain(
-    q: Tensor, k: Tensor, v: Tensor, add: Tensor | None, kept: Tensor | None, work: _Work
+    q: Tensor, k: Tensor, v: Tensor, add: Tensor | None, hidden: Tensor | None, kept: Tensor | None, work: _Work
 ) -> tuple[Tensor, Tensor]:
-    s = _plain(q, k, add, work.scale)
+    s = _plain(q, k, add, hidden, work.scale)
     top = s.amax(-1, keepdim=True)
     top.masked_fill_(top == -torch.inf, 0.0)
     p = _exp_(s.sub_(top))
     total = p.sum(-1, keepdim=True)
     lse = (total.log() + top)[..., 0]
     p.div_(total.masked_fill_(total == 0, 1.0))
+    if hidden is not None:
+        p.masked_fill_(hidden, 0.0)
     if kept is not None:
         p = p * kept / (1 - work.dropout)
-    return (_grouped(p, v.shape[1]) @ v).view(*q.shape[:-1], v.shape[-1]), lse
+    return _over_keys(p, v, hidden), lse
 
 
 def _backward_plain(
     d_out: Tensor, d_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, add: Tensor | None,
-    kept: Tensor | None, work: _Work,
+    hidden: Tensor | None, kept: Tensor | None, work: _Work,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of q, k, v and of the scores."""
-    p = _exp_(_plain(q, k, add, work.scale).sub_(lse[..., None]))
+    p = _exp_(_plain(q, k, add, hidden, work.scale).sub_(lse[..., None]))
     dp = (_grouped(d_out, v.shape[1]) @ v.transpose(-2, -1)).view_as(p)
+    if hidden is not None:
+        p.masked_fill_(hidden, 0.0)
     dropped = p
     if kept is not None:
         thinned = kept.to(p.dtype) / (1 - work.dropout)
         dropped, dp = p * thinned, dp * thinned
-    dv = _grouped(dropped, v.shape[1]).transpose(-2, -1) @ _grouped(d_out, v.shape[1])
+    dv = _over_queries(dropped, d_out, hidden, v.shape[1])
     delta = (d_out * out).sum(-1, keepdim=True)
     ds = p * dp.sub_(delta if d_lse is None else delta - d_lse[..., None])
-    grouped = _grouped(ds, k.shape[1])
-    dq = (grouped @ k).view_as(q) * work.scale
-    dk = grouped.transpose(-2, -1) @ _grouped(q, k.shape[1]) * work.scale
-    return dq, dk, dv, ds
+    if hidden is not None:
+        ds.masked_fill_(hidden, 0.0)
+    dq = _over_keys(ds, k, hidden) * work.scale
+    return dq, _over_queries(ds, q, hidden, k.shape[1]) * work.scale, dv, ds
+
+
+def _forward_flash(
+    q: Tensor, k: Tensor, v: Tensor, add: Tensor | None, tile: Tile, work: _Work
+) -> tuple[Tensor, Tensor]:
+    mask = nan_kept(q, k) if add is None else add
+    out, lse = flash(q, k, v, 0.0, tile.shape == "causal", attn_mask=mask, scale=work.scale)
+    empty = _empty(add)
+    return out, lse if empty is None else lse.masked_fill(empty, -torch.inf)
 
 
 def _backward_flash(
@@ -246,24 +295,31 @@ def _tiled(
     q: Tensor, k: Tensor, v: Tensor, first: Tensor, stop: Tensor, mask: Tensor | None, table: Tensor | None,
     bias: Tensor | None, seed: Tensor | None, scale: float, dropout: float, plain: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    work = _Work(q, first, stop, mask, table, bias, seed, scale, dropout, plain, k.shape[-2])
+    options = first, stop, mask, table, bias, seed, scale, dropout
+    work = _Work(q, *options, plain, k.shape[-2])
     out, lse = _outputs(q, v)
+    _forward(work, q, k, v, out, lse)
+    if work.forbids and not finite([out.transpose(1, 2)]):
+        # zero times NaN is NaN: of what is forbidden too, unless it is left out by hand
+        _forward(_Work(q, *options, True, k.shape[-2], careful=True), q, k, v, out, lse)
+    return out, lse
+
+
+def _forward(work: _Work, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> None:
     out.zero_()
     lse.fill_(-torch.inf)
-    with torch.autocast(q.device.type, enabled=False):
+    with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
         for tile in work.tiles:
             parts = _queries(q, tile), _keys(k, tile), _keys(v, tile)
-            add = work.additive(tile)
-            if plain:
+            hidden = work.hidden(tile)
+            add = work.additive(tile, hidden)
+            if work.plain:
                 tq, tk, tv = (x.to(work.dtype) for x in parts)
-                o, n = _forward_plain(tq, tk, tv, add, work.kept(tile), work)
+                o, n = _forward_plain(tq, tk, tv, add, hidden if work.careful else None, work.kept(tile), work)
             else:
-                o, n = flash(*parts, 0.0, tile.shape == "causal", attn_mask=add, scale=scale)
-                empty = _empty(add)
-                n = n if empty is None else n.masked_fill(empty, -torch.inf)
+                o, n = _forward_flash(*parts, add, tile, work)
             _queries(out, tile).copy_(o)
             _queries(lse, tile).copy_(n)
-    return out, lse
 
 
 def _outputs(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -282,27 +338,38 @@ def _tiled_backward(
     stop: Tensor, mask: Tensor | None, table: Tensor | None, bias: Tensor | None, seed: Tensor | None, scale: float,
     dropout: float, plain: bool, needed: list[bool],
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    work = _Work(q, first, stop, mask, table, bias, seed, scale, dropout, plain, k.shape[-2])
+    options = first, stop, mask, table, bias, seed, scale, dropout
+    work = _Work(q, *options, plain, k.shape[-2])
     wide = torch.promote_types(q.dtype, torch.float32)
-    dq, dk, dv, d_table, d_bias = (x.zero_() for x in _gradients(q, k, v, table, bias, wide, plain))
+    dq, dk, dv, d_table, d_bias = gradients = tuple(_gradients(q, k, v, table, bias, wide, plain))
     # a row without keys has no gradient: with lse 0 its weights are exp(-inf) = 0, not exp(-inf + inf)
-    lse = lse.masked_fill(lse == -torch.inf, 0.0)
-    d_out = strided(d_out)
-    with torch.autocast(q.device.type, enabled=False):
+    inputs = strided(d_out), d_lse, q, k, v, out, lse.masked_fill(lse == -torch.inf, 0.0)
+    _backward_tiles(work, inputs, gradients)
+    # whatever is not finite in a tile makes the gradients of some of its queries or keys so
+    if work.forbids and not all(finite([x.transpose(1, 2)]) for x in (dq, dk)):
+        _backward_tiles(_Work(q, *options, True, k.shape[-2], careful=True), inputs, gradients)
+    return dq, dk.to(k.dtype), dv.to(v.dtype), d_table, d_bias
+
+
+def _backward_tiles(work: _Work, inputs: tuple[Any, ...], gradients: tuple[Tensor, ...]) -> None:
+    d_out, d_lse, q, k, v, out, lse = inputs
+    dq, dk, dv, d_table, d_bias = (x.zero_() for x in gradients)
+    with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
         for tile in work.tiles:
             given = _queries(d_out, tile), None if d_lse is None else _queries(d_lse, tile)
             parts = _queries(q, tile), _keys(k, tile), _keys(v, tile), _queries(out, tile)
-            add, n = work.additive(tile), _queries(lse, tile)
-            if plain:
+            hidden, n = work.hidden(tile), _queries(lse, tile)
+            add = work.additive(tile, hidden)
+            if work.plain:
                 g, tq, tk, tv, o = (x.to(work.dtype) for x in (given[0], *parts))
-                tq, tk, tv, ds = _backward_plain(g, given[1], tq, tk, tv, o, n, add, work.kept(tile), work)
+                hidden = hidden if work.careful else None
+                tq, tk, tv, ds = _backward_plain(g, given[1], tq, tk, tv, o, n, add, hidden, work.kept(tile), work)
                 work.give_back(tile, ds, d_table, d_bias)
             else:
                 tq, tk, tv = _backward_flash(*given, *parts, n, add, tile, work)
             _queries(dq, tile).copy_(tq)
             _keys(dk, tile).add_(tk)
             _keys(dv, tile).add_(tv)
-    return dq, dk.to(k.dtype), dv.to(v.dtype), d_table, d_bias
 
 
 def _gradients(

@@ -8,6 +8,7 @@
 #include <memory>
 #include <utility>
 
+#include "finite.hpp"
 #include "hash.hpp"
 #include "math.hpp"
 #include "problem.hpp"
@@ -64,6 +65,7 @@ struct ShortWork {
     T *p, *ds, *kept, *q, *d_out;
     // of a head's queries: the largest score, and the sum of exponentials
     T *most, *all;
+    bool looked = false, finite = false;
 
     // vectors of two lanes come in pairs
     static constexpr int UNIT = L > 4 ? L : 4;
@@ -96,20 +98,31 @@ struct ShortWork {
     }
     static T *to(const Strided &x, int64_t b, int64_t h, int64_t i) { return const_cast<T *>(at(x, b, h, i)); }
 
-    // The keys that some queries may attend to: `first` to `stop`, and the whole vectors around them.
+    // The keys that some queries may attend to: `first` to `stop`, and the whole vectors around them; and whether all of the
+    // queries may attend to all of these keys.
     struct Span {
         int64_t first, stop, begin, end;
+        bool even;
     };
 
     Span span(int64_t b, int64_t query, int count) const {
         int64_t first = in.keys, stop = 0;
+        bool even = true;
         for (int r = 0; r < count; ++r) {
             const int64_t from = first_of(b, query + r), until = stop_of(b, query + r);
+            even &= from == first_of(b, query) && until == stop_of(b, query);
             if (from >= until) continue;
             first = from < first ? from : first, stop = until > stop ? until : stop;
         }
-        if (first >= stop) return {0, 0, 0, 0};
-        return {first, stop, first / L * L, whole(stop)};
+        if (first >= stop) return {0, 0, 0, 0, true};
+        return {first, stop, first / L * L, whole(stop), even};
+    }
+
+    // Whether a head's keys and values are finite; they are looked at where somebody asks.
+    bool keys_finite() {
+        if (!looked) finite = all_finite(k, in.keys * dim) && all_finite(v, in.keys * width);
+        looked = true;
+        return finite;
     }
     int64_t interval(int64_t b, int64_t query) const { return (in.interval_rows > 1 ? b * in.queries : 0) + query; }
     // whatever is asked for, nothing is read beyond the keys
@@ -204,10 +217,10 @@ struct ShortWork {
         return lanes;
     }
 
-    // scores c to c + L of a row, -inf where it may not attend
-    POLYHEAD_INLINE V confined(const T *scores, int64_t c, Int<T> first, Int<T> stop) const {
+    // numbers c to c + L of a row, another where it may not attend
+    POLYHEAD_INLINE V confined(const T *row, int64_t c, Int<T> first, Int<T> stop, T beyond) const {
         const auto here = count<Int<T>>() + Int<T>(c);
-        return ((here >= first) & (here < stop)) ? load<V>(scores + c) : splat<V>(NEGATIVE_INFINITY<T>);
+        return ((here >= first) & (here < stop)) ? load<V>(row + c) : splat<V>(beyond);
     }
 
     // 1 / (1 - dropout) where a pair stays, 0 where it goes
@@ -227,6 +240,12 @@ struct ShortWork {
     template <int R>
     void forward_rows(int64_t b, int64_t h, int64_t query, Dropout dropout, uint32_t head) {
         const Span keys_of = span(b, query, R);
+        if constexpr (R > 1)
+            if (!keys_of.even && !keys_finite()) {
+                // zero times NaN is NaN: a row by itself meets no keys but its own
+                for (int r = 0; r < R; ++r) forward_rows<1>(b, h, query + r, dropout, head);
+                return;
+            }
         product<R>(at(in.q, b, h, query), in.q.item, turned_k, 0, in.dim, keys, p, keys_of.begin, keys_of.end);
         // one short loop after another: several rows of each are under way at once
         for (int r = 0; r < R; ++r) {
@@ -234,7 +253,7 @@ struct ShortWork {
             const Int<T> first = Int<T>(first_of(b, query + r)), stop = Int<T>(stop_of(b, query + r));
             V high = splat<V>(NEGATIVE_INFINITY<T>);
             for (int64_t c = keys_of.begin; c < keys_of.end; c += L) {
-                const V x = confined(row, c, first, stop);
+                const V x = confined(row, c, first, stop, NEGATIVE_INFINITY<T>);
                 high = larger(high, x);
                 store(row + c, x);
             }
@@ -273,11 +292,22 @@ struct ShortWork {
         move<L>(all, 0, static_cast<T *>(in.lse) + (b * in.heads + h) * in.queries, 0, 1, in.queries);
     }
 
+    // Whether what rows of queries bring along is finite; q and d_out have been moved near.
+    bool rows_finite(const ShortGradients &g, int64_t b, int64_t h, int64_t query, int64_t rows) const {
+        const T *d_lse = g.d_lse ? static_cast<const T *>(g.d_lse) + (b * in.heads + h) * in.queries + query : nullptr;
+        return all_finite(q, rows * dim) && all_finite(d_out, rows * width) && (!d_lse || all_finite(d_lse, rows));
+    }
+
     template <int R>
     void backward_rows(const ShortGradients &g, int64_t b, int64_t h, int64_t query, Dropout dropout, uint32_t head) {
         move<L>(at(in.q, b, h, query), in.q.item, q, dim, R, in.dim);
         move<L>(at(g.d_out, b, h, query), g.d_out.item, d_out, width, R, in.width);
         const Span keys_of = span(b, query, R);
+        if constexpr (R > 1)
+            if (!keys_of.even && !(keys_finite() && rows_finite(g, b, h, query, R))) {
+                for (int r = 0; r < R; ++r) backward_rows<1>(g, b, h, query + r, dropout, head);
+                return;
+            }
         product<R>(q, dim, turned_k, 0, in.dim, keys, p, keys_of.begin, keys_of.end);
         product<R>(d_out, width, turned_v, 0, in.width, keys, ds, keys_of.begin, keys_of.end);
         const int64_t number = (b * in.heads + h) * in.queries + query;
@@ -291,9 +321,9 @@ struct ShortWork {
             T *row = p + r * keys, *given = ds + r * keys, *left = kept + r * keys;
             V sum{};
             for (int64_t c = keys_of.begin; c < keys_of.end; c += L) {
-                const V x = exponential<T, L>(confined(row, c, first, stop) - by);
+                const V x = exponential<T, L>(confined(row, c, first, stop, NEGATIVE_INFINITY<T>) - by);
                 const V some = dropout.on ? dropout_at(dropout, hashed, c) : splat<V>(T(1));
-                const V grad = load<V>(given + c) * some;
+                const V grad = confined(given, c, first, stop, T(0)) * some;
                 sum += x * grad;
                 store(row + c, x), store(given + c, grad);
                 if (dropout.on) store(left + c, x * some);
@@ -339,6 +369,7 @@ struct ShortWork {
     }
 
     void take_keys(int64_t b, int64_t key_head) {
+        looked = false;
         move<L>(at(in.k, b, key_head, 0), in.k.item, k, dim, in.keys, in.dim, T(in.scale));
         move<L>(at(in.v, b, key_head, 0), in.v.item, v, width, in.keys, in.width);
     }

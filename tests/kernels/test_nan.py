@@ -1,0 +1,250 @@
+"""NaN and inf: one rule for all kernels.
+
+A query that holds NaN gives a row of NaN; a key that holds NaN gives rows of NaN to all that may see it, and a value gives
+them NaN in its feature. A forbidden pair never contributes, forward or backward. A query with no key gives zeros.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from polyhead import (
+    GAT,
+    ALiBi,
+    Causal,
+    Dense,
+    Dot,
+    GATv2,
+    Graph,
+    Grid,
+    Mask,
+    Neighbourhood,
+    Offsets,
+    Padding,
+    Score,
+    Segments,
+    Window,
+    attend,
+)
+from polyhead.kernels import Call, fused, kernels
+from polyhead.neighbourhood import Sizes
+
+BATCH, HEADS, ITEMS, DIM = 2, 2, 37, 8
+DTYPES = {torch.float64: 1e-10, torch.float32: 2e-5, torch.bfloat16: 4e-2, torch.float16: 6e-3}
+
+LENGTHS, IDS = torch.tensor([23, 0]), torch.arange(ITEMS) // 13
+NEIGHBOURHOODS: dict[str, Callable[[], Neighbourhood]] = {
+    "dense": Dense,
+    "causal": Causal,
+    "window": lambda: Window(5),
+    "window-ahead": lambda: Window(0, 3),
+    "padding": lambda: Padding(LENGTHS),
+    "padding-self": lambda: Padding(LENGTHS, queries=True),
+    "padding-holes": lambda: Padding(torch.rand(BATCH, ITEMS) > 0.4, queries=True),
+    "mask": lambda: Mask(torch.rand(BATCH, 1, ITEMS, ITEMS) > 0.6),
+    "mask-by-head": lambda: Mask(torch.rand(1, HEADS, ITEMS, ITEMS) > 0.6),
+    "segments": lambda: Segments(IDS),
+    "segments-apart": lambda: Segments(torch.arange(ITEMS) % 3),
+    "causal-window-padding": lambda: Causal() & Window(7) & Padding(LENGTHS, queries=True),
+    "causal-segments": lambda: Causal() & Segments(IDS),
+    "grid": lambda: Grid(ITEMS, window=5),
+    "grid-dilated": lambda: Grid(1, ITEMS, window=3, dilation=2),
+    "grid-prefix": lambda: Grid(6, 6, window=3, prefix=1),
+    "graph": lambda: Graph(torch.randint(0, ITEMS, (2, 90)).unique(dim=1), ITEMS),
+    "offsets": lambda: Offsets([[[0], [-3], [2]], [[1], [5], [-40]]], (ITEMS,)),
+}
+
+# what holds NaN or inf in the first head: (q, k or v; the item; its features)
+ALL = slice(None)
+POISONS: dict[str, list[tuple[str, int, slice]]] = {
+    "query": [("q", 11, ALL)],
+    "query-first": [("q", 0, slice(0, 1))],
+    "query-last": [("q", ITEMS - 1, ALL)],
+    "key": [("k", 11, slice(2, 3))],
+    "key-first": [("k", 0, ALL)],
+    "key-last": [("k", ITEMS - 1, ALL)],
+    "value": [("v", 11, slice(2, 3))],
+    "value-last": [("v", ITEMS - 1, ALL)],
+    "token": [("q", 30, ALL), ("k", 30, ALL), ("v", 30, ALL)],
+    "padding": [(name, item, ALL) for name in "qkv" for item in range(23, ITEMS)],
+    "everything": [("k", item, ALL) for item in range(ITEMS)],
+}
+
+
+class Poisoned:
+    """A call of which some items hold NaN or inf, and what the rule says of its rows."""
+
+    oracle = "reference"
+
+    def __init__(
+        self, over: Neighbourhood, poison: str, dtype: torch.dtype, value: float = torch.nan, items: int = ITEMS
+    ) -> None:
+        self.over, self.dtype, self.items = over, dtype, items
+        clean = {name: torch.randn(BATCH, HEADS, items, DIM).to(dtype) for name in "qkv"}
+        spoilt = {name: x.clone() for name, x in clean.items()}
+        for name, item, features in POISONS[poison]:
+            spoilt[name][:, 0, min(item, items - 1), features] = value
+            clean[name][:, 0, min(item, items - 1), features] = 0
+        self.clean = [x.double().requires_grad_() for x in clean.values()]
+        self.tensors = [x.requires_grad_() for x in spoilt.values()]
+        self.allowed = over.mask(Sizes((BATCH,), HEADS, items, items), torch.device("cpu")).expand(
+            BATCH, HEADS, items, items
+        )
+        q, k, v = (~x.detach().isfinite() for x in self.tensors)
+        self.live = self.allowed.any(-1)
+        # rows whose scores hold it, those that hold it in some feature, and those of either kind
+        self.scores = self.live & (q.any(-1) | (self.allowed & k.any(-1)[..., None, :]).any(-1))
+        self.features = self.allowed.double() @ v.double() > 0
+        self.rows = self.scores | self.features.any(-1)
+        self.towards = torch.linspace(-1, 1, q.numel(), dtype=torch.float64).reshape(q.shape).to(dtype)
+
+    def takes(self, **options: object) -> list[str]:
+        """The kernels that take the call."""
+        given = {name: value for name, value in options.items() if name not in ("position", "seed")}
+        position = options.get("position")
+        table = None if position is None else position.by_distance(torch.arange(1 - self.items, self.items))
+        call = Call(*self.tensors, self.over, **{"score": Dot(), "table": table, **given})
+        return [kernel.name for kernel in kernels(call) if kernel.refuses(call) is None]
+
+    def check(self, kernel: str, *, nan: bool = True, gradients: bool = True, **options: object) -> None:
+        """Compare with the same call without NaN; `nan`: rows that see it must hold NaN, and not only may."""
+        out = attend(*self.tensors, over=self.over, kernel=kernel, **options)
+        wide = {name: x.double() if isinstance(x, Tensor) else x for name, x in options.items()}
+        # what is forbidden in the bias too
+        wide |= {"bias": wide["bias"].nan_to_num(0.0, 0.0, 0.0)} if "bias" in wide else {}
+        wanted = attend(*self.clean, over=self.over, kernel=self.oracle, **wide)
+        off = self.scores[..., None] | self.features
+        self._compare(f"{kernel}: out", out, wanted, off, off if nan else None)
+        if not gradients:
+            return
+        got = torch.autograd.grad(out, self.tensors, self.towards)
+        # rows that see it have no share in what the others are given
+        towards = self.towards.double().masked_fill(self.rows[..., None], 0.0)
+        wanted = torch.autograd.grad(wanted, self.clean, towards)
+        # a key may be given NaN by any row that sees it
+        reached = (self.allowed & self.rows[..., None]).any(-2)
+        for name, a, b, off in zip("qkv", got, wanted, (self.rows, reached, reached), strict=True):
+            self._compare(f"{kernel}: d{name}", a, b, off[..., None].expand_as(a), None)
+
+    def _compare(self, name: str, got: Tensor, wanted: Tensor, off: Tensor, nan: Tensor | None) -> None:
+        assert got.dtype == self.dtype
+        leaks = ~got.isfinite() & ~off
+        assert not leaks.any(), f"{name}: {leaks.nonzero()[:4].tolist()} of {int(leaks.sum())} are not finite"
+        apart = (got.double() - wanted).masked_fill(off, 0.0).abs().max()
+        assert apart <= DTYPES[self.dtype] * max(1.0, wanted.abs().max()), f"{name}: {apart} off"
+        if nan is not None:
+            assert got[nan].isnan().all(), f"{name}: {(nan & ~got.isnan()).nonzero()[:4].tolist()} are not NaN"
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
+@pytest.mark.parametrize("poison", POISONS)
+@pytest.mark.parametrize("name", NEIGHBOURHOODS)
+def test_one_rule_for_all_kernels(name: str, poison: str, dtype: torch.dtype):
+    case = Poisoned(NEIGHBOURHOODS[name](), poison, dtype)
+    known = case.takes()
+    assert known
+    for kernel in known:
+        case.check(kernel)
+
+
+@pytest.mark.parametrize("items", [1, 2, 5, 15, 16, 17])
+@pytest.mark.parametrize("poison", ["query", "query-first", "key-first", "key-last", "value", "everything"])
+@pytest.mark.parametrize("over", [Dense(), Causal(), Window(1), Mask(torch.ones(1, 1, dtype=torch.bool))], ids=repr)
+def test_few_keys(over: Neighbourhood, poison: str, items: int):
+    """torch's kernel takes a row of NaN for one without keys, where the keys do not fill a vector."""
+    over = Mask(torch.ones(items, items, dtype=torch.bool)) if isinstance(over, Mask) else over
+    for dtype in DTYPES:
+        case = Poisoned(over, poison, dtype, items=items)
+        for kernel in case.takes():
+            case.check(kernel)
+
+
+@pytest.mark.parametrize("name", ["q", "k"])
+def test_many_queries_with_few_keys(name: str):
+    given = {"q": torch.randn(2, 4, 300, 8), "k": torch.randn(2, 4, 5, 8), "v": torch.randn(2, 4, 5, 8)}
+    assert given["q"].numel() > fused.FEW_NUMBERS
+    given[name][0, 1] = torch.nan
+    for kernel in ("fused", "short", "tiled", "reference"):
+        out = attend(*given.values(), kernel=kernel)
+        assert out[0, 1].isnan().all()
+        assert out.isnan().sum() == out[0, 1].numel()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("poison", ["query", "key", "value-last", "token"])
+@pytest.mark.parametrize("over", [Causal(), Window(70), Causal() & Window(150), Segments(torch.arange(600) // 130)], ids=str)
+def test_long_rows(over: Neighbourhood, poison: str, dtype: torch.dtype):
+    """As many keys as fill several tiles, and several blocks of torch's kernel."""
+    case = Poisoned(over, poison, dtype, items=600)
+    for kernel in case.takes():
+        case.check(kernel)
+
+
+OPTIONS: dict[str, Callable[[torch.dtype], dict[str, object]]] = {
+    "sink": lambda dtype: {"sink": torch.randn(HEADS).to(dtype).requires_grad_()},
+    "bias": lambda dtype: {"bias": torch.randn(HEADS, ITEMS, ITEMS).to(dtype)},
+    "learned-bias": lambda dtype: {"bias": torch.randn(HEADS, 1, ITEMS).to(dtype).requires_grad_()},
+    "alibi": lambda dtype: {"position": ALiBi(HEADS)},
+    "dropout": lambda dtype: {"dropout": 0.3, "seed": torch.tensor(7)},
+    "gat": lambda dtype: {"score": GAT(HEADS, DIM, bias=True).double()},
+    "gatv2": lambda dtype: {"score": GATv2(HEADS, DIM).double()},
+}
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("poison", ["query", "key", "value", "token", "padding"])
+@pytest.mark.parametrize("name", NEIGHBOURHOODS)
+def test_options_change_nothing_of_it(name: str, poison: str, option: str):
+    over = NEIGHBOURHOODS[name]()
+    if isinstance(over, Graph) and "bias" in option:
+        pytest.skip("a bias is one number an edge there")
+    for dtype in (torch.float32, torch.bfloat16):
+        case, options = Poisoned(over, poison, dtype), OPTIONS[option](dtype)
+        for kernel in case.takes(**options):
+            # one product makes the terms of all heads: through it the gradients of values reach them all
+            shared = option == "gat" and poison == "value" and kernel in ("native", "pairs")
+            case.check(kernel, gradients=not shared, **options)
+
+
+@pytest.mark.parametrize("name", ["causal", "window", "mask", "padding-self", "causal-segments"])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("learned", [False, True])
+def test_a_bias_of_a_forbidden_pair(name: str, value: float, learned: bool):
+    case = Poisoned(NEIGHBOURHOODS[name](), "query", torch.float32)
+    case.tensors = [x.detach().float().requires_grad_() for x in case.clean]
+    case.scores, case.rows = torch.zeros_like(case.scores), torch.zeros_like(case.rows)
+    bias = torch.randn(BATCH, HEADS, ITEMS, ITEMS).masked_fill(~case.allowed, value).requires_grad_(learned)
+    for kernel in case.takes(bias=bias):
+        case.check(kernel, bias=bias)
+        if learned:
+            out = attend(*case.tensors, over=case.over, bias=bias, kernel=kernel)
+            (given,) = torch.autograd.grad(out, bias, torch.ones_like(out))
+            assert torch.equal(given[~case.allowed], torch.zeros_like(given[~case.allowed]))
+
+
+@pytest.mark.parametrize("value", [torch.inf, -torch.inf])
+@pytest.mark.parametrize("poison", POISONS)
+@pytest.mark.parametrize("name", NEIGHBOURHOODS)
+def test_inf_reaches_no_further(name: str, poison: str, value: float):
+    """Of those that may see it nothing is said here."""
+    for dtype in (torch.float32, torch.float16):
+        case = Poisoned(NEIGHBOURHOODS[name](), poison, dtype, value)
+        for kernel in case.takes():
+            case.check(kernel, nan=False)
+
+
+@pytest.mark.parametrize("name", sorted(NEIGHBOURHOODS.keys() - {"causal"}))
+def test_a_gradient_of_nan_reaches_no_further(name: str):
+    """Those that a query may not see get nothing of what it is given."""
+    case = Poisoned(NEIGHBOURHOODS[name](), "query", torch.float32)
+    case.tensors = [x.detach().float().requires_grad_() for x in case.clean]
+    case.towards[..., 11, :] = torch.nan
+    case.scores = torch.zeros_like(case.scores)
+    case.rows = torch.zeros_like(case.rows).index_fill(-1, torch.tensor([11]), True) & case.live
+    for sink in ({}, {"sink": torch.randn(HEADS, requires_grad=True)}):
+        for kernel in case.takes(**sink):
+            case.check(kernel, **sink)
