@@ -193,7 +193,7 @@ def test_a_photograph_is_turned_upright():
         (["--image", "photo.png", "--model", "vit", "--at", "x"], "at: it is 'x'; it must be ROW,COLUMN"),
         (["--image", "photo.png", "--model", "vit", "--at", "8,0"], "at[0] must be an integer in [0, 7], got 8"),
         (["--image", "photo.png", "--model", "vit", "--treebank", "f"], "treebank: it is for texts"),
-        (["--image", "photo.png", "--model", "odd"], "preprocessor_config.json: it is no JSON"),
+        (["--image", "photo.png", "--model", "odd"], "preprocessor_config.json: it is not JSON"),
         (
             ["--image", "photo.png", "--model", "vit", "--out", "no/page.html"],
             "out must be in a folder that exists, got no/page.html; there is no folder ",

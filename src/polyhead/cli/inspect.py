@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from polyhead import _files
+from polyhead import _files, _limits
 from polyhead.cli.inspect_image import inspect_image
 from polyhead.inspection import corpus, effect, findings
 from polyhead.inspection.capture import NOTHING_SEEN, Seen, capture
@@ -148,7 +148,8 @@ def _text(arguments: argparse.Namespace) -> str:
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        text = _files.read_bytes(path, _limits.TEXT_BYTES).decode()
+        return text.replace("\r\n", "\n").replace("\r", "\n")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: it is no text in UTF-8: {error.reason} at byte {error.start}") from error
 

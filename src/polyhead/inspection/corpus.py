@@ -6,14 +6,16 @@ Four readers, one result: `Sentence`. Files may be compressed by gzip, whatever 
 from __future__ import annotations
 
 import gzip
+import io
+import itertools
 import re
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.resources import files
 from os import PathLike
-from pathlib import Path
 from typing import NamedTuple
 
+from polyhead import _files, _limits
 from polyhead._checks import WrongType, check_integer, kind_of
 
 Pair = tuple[int, int]
@@ -77,7 +79,7 @@ def treebank(path: str | PathLike[str]) -> list[Sentence]:
     Raises:
         ValueError: with the path and the line, where it is no such file.
     """
-    sentences = list(_conllu(str(path), _lines(path)))
+    sentences = list(_counted(path, _conllu(str(path), _lines(path))))
     if not sentences:
         raise ValueError(f"{path}: it has no sentence; it must be a CoNLL-U file, with one word a line in ten columns")
     return sentences
@@ -89,12 +91,18 @@ def gap(path: str | PathLike[str]) -> list[Sentence]:
     Raises:
         ValueError: with the path and the line, where it is no such file.
     """
-    first, *rest = _lines(path)
-    header = tuple(first.split("\t"))
+    sentences = list(_counted(path, _gap(path)))
+    if not sentences:
+        raise ValueError(f"{path}: in no text the pronoun means one of the names; there is nothing to measure")
+    return sentences
+
+
+def _gap(path: str | PathLike[str]) -> Iterator[Sentence]:
+    lines = _lines(path)
+    header = tuple(next(lines, "").split("\t"))
     if header != _GAP_COLUMNS:
         raise ValueError(f"{path}: its columns are {', '.join(header)!r:.120}; they must be {', '.join(_GAP_COLUMNS)}")
-    sentences = []
-    for line, row in enumerate(rest, 2):
+    for line, row in enumerate(lines, 2):
         if not row:
             continue
         columns = row.split("\t")
@@ -106,10 +114,7 @@ def gap(path: str | PathLike[str]) -> list[Sentence]:
         means = [entry[f"{name}-coref"].upper() == "TRUE" for name in "AB"]
         # where it means neither there is no right name
         if means[0] != means[1]:
-            sentences.append(_chosen(f"{path}, line {line}", entry, "AB" if means[0] else "BA"))
-    if not sentences:
-        raise ValueError(f"{path}: in no text the pronoun means one of the names; there is nothing to measure")
-    return sentences
+            yield _chosen(f"{path}, line {line}", entry, "AB" if means[0] else "BA")
 
 
 def own_pairs(path: str | PathLike[str]) -> list[Sentence]:
@@ -123,7 +128,13 @@ def own_pairs(path: str | PathLike[str]) -> list[Sentence]:
     Raises:
         ValueError: with the path and the line, where a pair names a word that is not there.
     """
-    sentences = []
+    sentences = list(_counted(path, _own_pairs(path)))
+    if not sentences:
+        raise ValueError(f"{path}: it has no sentence; a line must be a sentence, a tab, and pairs such as ran>cat")
+    return sentences
+
+
+def _own_pairs(path: str | PathLike[str]) -> Iterator[Sentence]:
     for line, text in enumerate(_lines(path), 1):
         if not text.strip() or text.startswith("#"):
             continue
@@ -134,25 +145,55 @@ def own_pairs(path: str | PathLike[str]) -> list[Sentence]:
                 "a tab and a name"
             )
         words = tuple(columns[0].split())
-        pairs = tuple(_own_pair(place, pair, words) for pair in columns[1].split())
-        sentences.append(Sentence(words, {(columns[2:] or ["own pairs"])[0] or "own pairs": pairs}))
-    if not sentences:
-        raise ValueError(f"{path}: it has no sentence; a line must be a sentence, a tab, and pairs such as ran>cat")
-    return sentences
+        _check_length(place, len(words))
+        found: dict[str, list[int]] = {}
+        for number, word in enumerate(words):
+            found.setdefault(word, []).append(number)
+        pairs = tuple(_own_pair(place, pair, words, found) for pair in columns[1].split())
+        yield Sentence(words, {(columns[2:] or ["own pairs"])[0] or "own pairs": pairs})
 
 
-def _lines(path: str | PathLike[str]) -> list[str]:
+def _lines(path: str | PathLike[str]) -> Iterator[str]:
+    """The lines of a file, plain or gzip, one after the other."""
     if not isinstance(path, (str, PathLike)):
         raise WrongType(f"path must be a str or a path, got {kind_of(path)}")
     try:
-        content = Path(path).read_bytes()
+        content = _files.read_bytes(path, _limits.CORPUS_BYTES)
         # the first bytes of every gzip file
-        content = gzip.decompress(content) if content[:2] == b"\x1f\x8b" else content
+        if content[:2] == b"\x1f\x8b":
+            content = _unpacked(path, content)
         # not splitlines(), which parts a text at signs that are no ends of lines
-        return content.decode("utf-8-sig").replace("\r\n", "\n").split("\n")
+        for number, line in enumerate(io.TextIOWrapper(io.BytesIO(content), encoding="utf-8-sig", newline="\n"), 1):
+            if len(line) > _limits.LINE_CHARACTERS:
+                raise ValueError(
+                    f"{path}, line {number}: a line must have at most {_limits.LINE_CHARACTERS:,} characters, got {len(line):,}"
+                )
+            yield line[:-2] if line.endswith("\r\n") else line.removesuffix("\n")
     except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise ValueError(f"{path}: it cannot be read: {reason}; it must be a text file, plain or gzip") from error
+
+
+def _unpacked(path: str | PathLike[str], packed: bytes) -> bytes:
+    """What was compressed, read no further than the limit: a few kilobytes may be made into terabytes."""
+    with gzip.GzipFile(fileobj=io.BytesIO(packed)) as stream:
+        content = stream.read(_limits.CORPUS_BYTES + 1)
+    if len(content) > _limits.CORPUS_BYTES:
+        raise ValueError(f"{path} must have at most {_limits.CORPUS_BYTES:,} bytes once it is decompressed, got more")
+    return content
+
+
+def _counted(path: str | PathLike[str], sentences: Iterable[Sentence]) -> Iterator[Sentence]:
+    """The sentences, as long as they are not too many."""
+    for number, sentence in enumerate(sentences, 1):
+        if number > _limits.SENTENCES:
+            raise ValueError(f"{path} must have at most {_limits.SENTENCES:,} sentences, got more; pass a part of it")
+        yield sentence
+
+
+def _check_length(place: str, words: int) -> None:
+    if words > _limits.SENTENCE_WORDS:
+        raise ValueError(f"{place}: a sentence must have at most {_limits.SENTENCE_WORDS:,} words, got more")
 
 
 # CoNLL-U
@@ -166,17 +207,18 @@ class _Word(NamedTuple):
     line: int
 
 
-def _conllu(name: str, lines: list[str]) -> Iterator[Sentence]:
+def _conllu(name: str, lines: Iterable[str]) -> Iterator[Sentence]:
     words: list[_Word] = []
     comments: dict[str, tuple[str, int]] = {}
     # an empty line ends a sentence, and the file ends the last one
-    for line, row in enumerate((*lines, ""), 1):
+    for line, row in enumerate(itertools.chain(lines, [""]), 1):
         if row.startswith("#"):
             key, equals, value = row[1:].partition("=")
             if equals:
                 comments[key.strip()] = (value, line)
         elif row.strip():
             words.extend(_word(f"{name}, line {line}", row, line, len(words)))
+            _check_length(f"{name}, line {line}", len(words))
         elif words:
             yield _sentence(name, words, comments)
             words, comments = [], {}
@@ -191,10 +233,10 @@ def _word(place: str, row: str, line: int, before: int) -> Iterator[_Word]:
         # "don't" over its two words; a word that was left out: neither is a word of the tree
         return
     if number != str(before + 1):
-        raise ValueError(f"{place}: the word's number is {number!r}; it must be {before + 1}")
+        raise ValueError(f"{place}: the word's number is {number!r:.60}; it must be {before + 1}")
     if not _is_number(head):
         raise ValueError(
-            f"{place}: the number of the word's head is {head!r}; it must be a whole number, 0 for the root"
+            f"{place}: the number of the word's head is {head!r:.60}; it must be a whole number, 0 for the root"
         )
     yield _Word(form, tag, int(head), relation, line)
 
@@ -227,52 +269,57 @@ def _numbered(place: str, pair: str, words: tuple[str, ...]) -> Pair:
     """A pair of numbers from 1, such as 9>2."""
     ends = pair.split(">")
     if len(ends) != 2 or not all(map(_is_number, ends)):
-        raise ValueError(f"{place}: {pair!r} is no pair; it must be two numbers of words, such as 9>2")
+        raise ValueError(f"{place}: {pair!r:.60} is no pair; it must be two numbers of words, such as 9>2")
     start, end = (_number(place, number, words) for number in ends)
     return start, end
 
 
-def _own_pair(place: str, pair: str, words: tuple[str, ...]) -> Pair:
+def _own_pair(place: str, pair: str, words: tuple[str, ...], found: Mapping[str, list[int]]) -> Pair:
     ends = pair.split(">")
     if len(ends) != 2 or not all(ends):
         raise ValueError(
-            f"{place}: {pair!r} is no pair; it must be two words of the sentence, such as ran>cat, or their numbers"
+            f"{place}: {pair!r:.60} is no pair; it must be two words of the sentence, such as ran>cat, or their numbers"
         )
-    start, end = (_named(place, word, words) for word in ends)
+    start, end = (_named(place, word, words, found.get(word, [])) for word in ends)
     if start == end:
-        raise ValueError(f"{place}: {pair!r} names one word twice; it must name two")
+        raise ValueError(f"{place}: {pair!r:.60} names one word twice; it must name two")
     return start, end
 
 
-def _named(place: str, name: str, words: tuple[str, ...]) -> int:
-    there = [number for number, word in enumerate(words) if word == name]
+def _named(place: str, name: str, words: tuple[str, ...], there: list[int]) -> int:
+    """The number of the word that has this name, which stands `there`; or of which this is the number, from 1."""
     if len(there) == 1:
         return there[0]
     if there:
-        numbers = " and ".join(str(number + 1) for number in there)
-        raise ValueError(f"{place}: {name!r} stands there as word {numbers}; write the number of the one that is meant")
+        numbers = " and ".join(str(number + 1) for number in there[:9])
+        raise ValueError(
+            f"{place}: {name!r:.60} stands there as word {numbers}; write the number of the one that is meant"
+        )
     if _is_number(name):
         return _number(place, name, words)
-    raise ValueError(f"{place}: there is no word {name!r} in {' '.join(words)!r:.80}")
+    raise ValueError(f"{place}: there is no word {name!r:.80} in {' '.join(words)!r:.80}")
 
 
 def _number(place: str, number: str, words: tuple[str, ...]) -> int:
     if not 1 <= int(number) <= len(words):
-        raise ValueError(f"{place}: there is no word {number}; the sentence has {len(words)} words, counted from 1")
+        raise ValueError(f"{place}: there is no word {number:.20}; the sentence has {len(words)} words, counted from 1")
     return int(number) - 1
 
 
 def _chosen(place: str, entry: Mapping[str, str], names: str) -> Sentence:
     """A text of GAP, its words cut as BERT's tokenizer cuts them; `names` has the right one first."""
     text = entry["Text"]
-    cut = list(re.finditer(r"\w+|[^\w\s]", text))
+    cut = list(itertools.islice(re.finditer(r"\w+|[^\w\s]", text), _limits.SENTENCE_WORDS + 1))
+    _check_length(place, len(cut))
 
     def span(column: str) -> tuple[int, ...]:
         offset = entry[f"{column}-offset"]
         begin = int(offset) if _is_number(offset) else -1
         end = begin + len(entry[column])
         if begin < 0 or text[begin:end] != entry[column]:
-            raise ValueError(f"{place}: {column} is {entry[column]!r}, which does not stand at {offset!r} of its text")
+            raise ValueError(
+                f"{place}: {column} is {entry[column]!r:.60}, which does not stand at {offset!r:.60} of its text"
+            )
         return tuple(number for number, word in enumerate(cut) if word.start() < end and word.end() > begin)
 
     choice = Choice(span("Pronoun")[0], span(names[0]), span(names[1]))

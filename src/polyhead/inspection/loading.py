@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
-from polyhead import models
+from polyhead import _limits, models
 from polyhead.models import Tokenizer, files
 from polyhead.models.pretrained import ARCHITECTURES
+
+# parameters that checkpoints leave out, such as a pooler's
+_UNSTORED = 1 << 24
 
 
 class Loaded(NamedTuple):
@@ -63,8 +66,8 @@ def folder_or_id(name: str) -> Path | str:
 def _kind(folder: Path) -> str | None:
     """The architecture that a folder names; None where its config.json is not what it should be."""
     try:
-        return str(json.loads((folder / files.CONFIG).read_text(encoding="utf-8"))["model_type"])
-    except (OSError, ValueError, KeyError, TypeError):
+        return str(files.read_json(folder / files.CONFIG)["model_type"])
+    except (OSError, ValueError, KeyError):
         return None
 
 
@@ -83,15 +86,67 @@ def of_transformers(name: str) -> nn.Module:
     if folder is not None and files.weights(folder) is None:
         raise ValueError(f"model: {name} has no {files.WEIGHTS}; pickles are not read, since they can run code")
     transformers = _transformers(name)
+    config = beside(name, files.CONFIG)
+    if config is not None:
+        _check_layers(config, files.read_json(config))
+    if folder is not None:
+        _check_size(transformers, folder)
+    model: nn.Module
+    with _said(transformers, name):
+        # safetensors only, and none of its own code: a pickle can run code too
+        model, found = transformers.AutoModel.from_pretrained(
+            name, use_safetensors=True, trust_remote_code=False, output_loading_info=True
+        )
+    _check_filled(name, found["missing_keys"])
+    return model.eval()
+
+
+@contextlib.contextmanager
+def _said(transformers: Any, name: str) -> Iterator[None]:
+    """transformers without its own reports; what it raises about a model as an error of ours."""
     try:
         with _quiet(transformers.utils.logging):
-            # safetensors only: a pickle can run code
-            model: nn.Module = transformers.AutoModel.from_pretrained(name, use_safetensors=True)
-    except (OSError, ValueError) as error:
-        first = str(error).strip().splitlines()[0]
-        where = "" if folder is not None else " is no folder and no installed package, and"
-        raise ValueError(f"model: {name!r}{where or ':'} transformers says: {first}") from error
-    return model.eval()
+            yield
+    except ImportError:
+        raise
+    # of a configuration that is not what it should be, any other may come
+    except Exception as error:
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        first = " ".join(line.strip() for line in lines[: 2 if lines[0].endswith(":") else 1])
+        where = ":" if Path(name).is_dir() else " is no folder and no installed package, and"
+        raise ValueError(f"model: {name!r}{where} transformers says: {first}") from error
+
+
+def _check_layers(path: Path, fields: dict[str, Any]) -> None:
+    """Raise where a config.json, or an object in it, speaks of more layers than any model has: building them would take hours."""
+    for key, value in fields.items():
+        if isinstance(value, dict):
+            _check_layers(path, value)
+        elif "layer" in key and isinstance(value, int) and value > _limits.LAYERS:
+            raise ValueError(f"{path}: {key} must be at most {_limits.LAYERS:,}, got {value:,}")
+
+
+def _check_size(transformers: Any, folder: Path) -> None:
+    """Raise where a config.json speaks of many more parameters than the files can hold: the rest would be drawn at random."""
+    stored = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    with _said(transformers, str(folder)), torch.device("meta"):
+        config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        model = transformers.AutoModel.from_config(config, trust_remote_code=False)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    # four bits each, and what is not stored
+    if parameters > 4 * stored + _UNSTORED:
+        raise ValueError(
+            f"{folder / files.CONFIG}: the weights beside it must hold the {parameters:,} parameters that it speaks of, got {stored:,} bytes"
+        )
+
+
+def _check_filled(name: str, missing: Iterable[str]) -> None:
+    """Raise where a checkpoint lacks tensors of layers: transformers draws them at random, and what heads do would be nonsense."""
+    lacking = sorted(tensor for tensor in missing if re.search(r"\.\d+\.", tensor))
+    if lacking:
+        raise ValueError(
+            f"model: {name!r} must have all tensors of its layers, got none of the {len(lacking):,} such as {lacking[0]}"
+        )
 
 
 @contextlib.contextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import io
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,7 +14,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from polyhead import _files, _limits
 from polyhead.inspection.loading import beside, folder_or_id, of_transformers
+from polyhead.models import files
 
 # What transformers writes, and under which key it says how images are prepared; the former wins, as it does there.
 _PREPARING = (("processor_config.json", "image_processor"), ("preprocessor_config.json", None))
@@ -110,6 +112,10 @@ def seeing(name: str | None) -> Seeing:
             f"model: {name!r} is {kind!r}, whose config.json has no image_size and patch_size: it does not see images. Pass {_USUAL}"
         )
     (height, width), (down, across) = map(_height_width, sizes)
+    if height * width > _limits.IMAGE_PIXELS:
+        raise ValueError(
+            f"model: image_size of {name!r} must be at most {_limits.IMAGE_PIXELS:,} pixels, got {height:,} x {width:,}"
+        )
     return Seeing(model, name, (height, width), (height // down, width // across), _prepared(name))
 
 
@@ -119,17 +125,30 @@ def _prepared(name: str) -> Mapping[str, Any]:
         path = beside(name, file)
         if path is None:
             continue
-        try:
-            found = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise ValueError(f"{path}: it is no JSON: {error}") from error
-        found = found.get(key) if key is not None and isinstance(found, dict) else found
+        whole = files.read_json(path)
+        found = whole if key is None else whole.get(key)
         if found is None:
             continue
         if not isinstance(found, dict):
             raise ValueError(f"{path}: it must be an object, with image_mean and image_std")
+        _check_prepared(path, found)
         return found
     return {}
+
+
+def _check_prepared(path: Path, said: Mapping[str, Any]) -> None:
+    """Raise where what is done to an image is not said in numbers."""
+    numbers = {"rescale_factor": said.get("rescale_factor")}
+    for name in ("image_mean", "image_std"):
+        value = said.get(name)
+        numbers |= {name: value} if not isinstance(value, list) else {f"{name}[{i}]": x for i, x in enumerate(value)}
+        if isinstance(value, list) and len(value) != 3:
+            raise ValueError(f"{path}: {name} must be a number, or three, got {value!r:.60}")
+    for name, value in numbers.items():
+        if value is not None and (not isinstance(value, (int, float)) or not abs(value) < 2**31):
+            raise ValueError(f"{path}: {name} must be a number, got {value!r:.60}")
+    if said.get("resample", 2) not in (*range(6), None):
+        raise ValueError(f"{path}: resample must be one of Pillow's filters, 0 to 5, got {said['resample']!r:.60}")
 
 
 def _height_width(size: Any) -> tuple[int, int]:
@@ -152,20 +171,32 @@ def read_image(path: str | Path) -> Any:
         ImportError: where Pillow is not there.
     """
     try:
-        from PIL import Image, ImageOps
+        from PIL import Image, ImageOps, UnidentifiedImageError
     except ImportError as error:
         raise ImportError("images are read with Pillow: pip install 'polyhead[inspect]'") from error
-    path = Path(path)
-    if not path.is_file():
+    if _files.kind(path) is None:
         raise FileNotFoundError(f"image: there is no file {path}")
+    content = _files.read_bytes(path, _limits.IMAGE_BYTES)
+    Image.init()
+    # Pillow hands EPS to another program
+    formats = [name for name in Image.ID if name != "EPS"]
     try:
         with warnings.catch_warnings():
             # what Pillow warns of is seen on the page, or fails
             warnings.simplefilter("ignore")
-            with Image.open(path) as image:
+            with Image.open(io.BytesIO(content), formats=formats) as image:
+                _check_pixels(*image.size)
                 return _coloured(ImageOps.exif_transpose(image))
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        raise ValueError(f"image: {path} cannot be read as an image: {error}") from error
+    # of files that are damaged on purpose, any may come
+    except Exception as error:
+        unknown = isinstance(error, UnidentifiedImageError)
+        reason = "it is of no kind that Pillow knows" if unknown else str(error) or type(error).__name__
+        raise ValueError(f"image: {path} cannot be read as an image: {reason}") from error
+
+
+def _check_pixels(width: int, height: int) -> None:
+    if width * height > _limits.IMAGE_PIXELS:
+        raise ValueError(f"it must have at most {_limits.IMAGE_PIXELS:,} pixels, got {width:,} x {height:,}")
 
 
 def _coloured(image: Any) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import json
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import nn
 
+from polyhead import _files, _limits
 from polyhead._checks import (
     HEADS,
     LARGEST,
@@ -42,9 +44,12 @@ def library(name: str) -> Any:
 
 
 def expect(path: Path, hint: str) -> None:
-    """Raise where a file is not there."""
-    if not path.is_file():
+    """Raise where a file is not there, or is a device or the like, which may never end."""
+    found = _files.kind(path)
+    if found is None:
         raise FileNotFoundError(f"{path}: there is no such file; {hint}")
+    if found != "regular file":
+        raise ValueError(f"{path} must be a regular file, got a {found}; {hint}")
 
 
 def folder(path_or_package: str | Path) -> Path:
@@ -96,14 +101,28 @@ def weights(root: Path) -> Path | None:
     return next((root / name for name in (WEIGHTS, INDEX) if (root / name).is_file()), None)
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The object that a file holds."""
+def read_json(path: Path, most: int = _limits.JSON_BYTES) -> dict[str, Any]:
+    """The object that a file of at most `most` bytes holds."""
+    content = _files.read_bytes(path, most)
     try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
+        fields = parse_json(content)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: it is not JSON: {error}; it must be what save_pretrained writes") from error
     if not isinstance(fields, dict):
         raise ValueError(f"{path}: it holds a {type(fields).__name__}; it must hold an object, {{…}}")
+    return fields
+
+
+def parse_json(content: bytes) -> Any:
+    """JSON in UTF-8, in which no object has a key twice: readers differ in which of the two they take."""
+    return json.loads(content.decode(), object_pairs_hook=_object)
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        key = Counter(key for key, _ in pairs).most_common(1)[0][0]
+        raise ValueError(f"{key!r:.60} is there twice")
     return fields
 
 
@@ -163,6 +182,8 @@ class Fields(NamedTuple):
             raise ValueError(
                 f"{self.path}: layers: it is {config.layers}, more than the {tensors} tensors of the checkpoint; it must be how many layers that has"
             )
+        if config.layers > _limits.LAYERS:
+            raise ValueError(f"{self.path}: layers must be at most {_limits.LAYERS:,}, got {config.layers:,}")
         try:
             with torch.device("meta"):
                 return model(config)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from polyhead._checks import WrongType, check_integer, check_integers, kind_of
 from polyhead.models import files
+from polyhead.models.tokenizer_file import Encoder
 
 _WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
@@ -73,18 +74,17 @@ class Tokenizer:
         if not isinstance(path, (str, PathLike)):
             raise WrongType(f"path must be a str or a path, got {kind_of(path)}")
         self._encoder = _read(Path(path))
-        self._encoder.no_truncation()
-        self._encoder.no_padding()
+        native = self._encoder.native
         special = {
-            token.content: number for number, token in self._encoder.get_added_tokens_decoder().items() if token.special
+            token.content: number for number, token in native.get_added_tokens_decoder().items() if token.special
         }
         self.mask_id = next((special[name] for name in ("[MASK]", "<mask>") if name in special), None)
         # The special tokens that are no words even where they are written in the text itself: not those that stand for a word.
-        unknown = getattr(self._encoder.model, "unk_token", None)
+        unknown = getattr(native.model, "unk_token", None)
         self._delimiters = set(special.values()) - {self.mask_id, special.get(unknown)}
         # Whether a word's space is part of its pieces (byte-level BPE), and has to be given with a word that comes alone.
         in_text = self._encoder.encode("a b").ids
-        alone, spaced = (self._encoder.encode(["a", b], is_pretokenized=True).ids for b in ("b", " b"))
+        alone, spaced = (self._encoder.encode(["a", b]).ids for b in ("b", " b"))
         self._spaced = in_text != alone and in_text == spaced
 
     @classmethod
@@ -95,7 +95,7 @@ class Tokenizer:
     @property
     def vocab(self) -> int:
         """How many ids a model must have an embedding for: one more than the highest."""
-        return 1 + max(self._encoder.get_vocab().values(), default=-1)
+        return 1 + max(self._encoder.native.get_vocab().values(), default=-1)
 
     def __call__(self, text: str) -> Tokens:
         """The tokens of a text, with the special ones that the model expects around it.
@@ -126,7 +126,7 @@ class Tokenizer:
             raise ValueError(f"words: it is {words!r:.60}; it must be a list of str (call the tokenizer with a text)")
         _check_unicode("words", *words)
         given = [f" {word}" if number and self._spaced else word for number, word in enumerate(words)]
-        encoding = self._encoder.encode(given, is_pretokenized=True)
+        encoding = self._encoder.encode(given)
         return self._tokens(encoding, {number: number for number in range(len(words))}, tuple(words))
 
     def decode(self, ids: Int[Tensor, "tokens"] | Sequence[int]) -> str:
@@ -136,10 +136,11 @@ class Tokenizer:
                 f"ids: they are {ids.dtype} of shape {tuple(ids.shape)}; they must be the whole numbers of one text, (tokens,)"
             )
         numbers = check_integers("ids", ids, 0, hint="the ids of one text, a list or a tensor")
-        unknown = next((n for n in numbers if self._encoder.id_to_token(n) is None), None)
+        known = lambda number: number < 2**32 and self._encoder.native.id_to_token(number) is not None
+        unknown = next((number for number in numbers if not known(number)), None)
         if unknown is not None:
             raise ValueError(f"ids: {unknown} is not in the vocabulary; they must be ids of this tokenizer")
-        return str(self._encoder.decode(numbers, skip_special_tokens=True))
+        return self._encoder.decode(numbers)
 
     def _word_of(self, encoding: Any) -> list[int | None]:
         """The tokenizer's own number of the word of each token; None for special tokens."""
@@ -163,20 +164,13 @@ def check_length(ids: Tensor, positions: int, first: int = 0) -> None:
         )
 
 
-def _read(path: Path) -> Any:
+def _read(path: Path) -> Encoder:
     files.expect(
         path,
         "transformers' AutoTokenizer.from_pretrained(folder).save_pretrained(folder) writes it from older files; "
         "from_pretrained of Bert, Gpt and Llama reads a model without it",
     )
-    tokenizers = files.library("tokenizers")
-    try:
-        return tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
-    # tokenizers raises plain Exceptions
-    except Exception as error:
-        raise ValueError(
-            f"{path}: it is no tokenizer that can be read: {error}; it must be one of the tokenizers library"
-        ) from error
+    return Encoder(path)
 
 
 def _whole(text: str, start: int, stop: int, limit: int) -> str:

@@ -11,8 +11,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from polyhead import _limits
 from polyhead.models import files
 
+# what a file system takes as a name
+_LONGEST_NAME = 255
 # the number of a layer, and not that of ln_1
 _NUMBER = re.compile(r"(?<![^.])[0-9]+(?![^.])")
 _FLOATS = ("F64", "F32", "F16", "BF16")
@@ -74,11 +77,20 @@ class Weights:
         holder: dict[str, Path] = {}
         for shard, file in opened.items():
             for name in file.keys():  # noqa: SIM118, a file is no dict
+                # it is printed where it does not fit
+                if not name.isprintable() or len(name) > _LONGEST_NAME:
+                    raise ValueError(
+                        f"{shard}: names of tensors must be printable and have at most {_LONGEST_NAME} characters, got {name!r:.60}"
+                    )
                 if name in holder:
                     raise ValueError(
                         f"{path}: {name} is in {holder[name].name} and in {shard.name}; it must be in one of them"
                     )
                 self._of[name], holder[name] = file, shard
+        if len(self._of) > _limits.TENSORS:
+            raise ValueError(
+                f"{path}: a checkpoint must have at most {_limits.TENSORS:,} tensors, got {len(self._of):,}"
+            )
 
     @property
     def names(self) -> list[str]:
@@ -95,7 +107,8 @@ def opened(root: Path) -> Iterator[Weights]:
     if path is None:
         pickled = sorted(file.name for pattern in ("*.bin", "*.pt", "*.ckpt") for file in root.glob(pattern))
         hint = f"{pickled[0]} is a pickle, which may run code when it is read, and is not; " if pickled else ""
-        raise FileNotFoundError(f"{root / files.WEIGHTS}: there is no such file; {hint}{files.SAVED}")
+        path = root / files.WEIGHTS
+        files.expect(path, f"{hint}{files.SAVED}")
     with contextlib.ExitStack() as stack:
         yield Weights(path, {file: stack.enter_context(_open(file)) for file in _shards(path)})
 
@@ -105,19 +118,26 @@ def _shards(path: Path) -> list[Path]:
         return [path]
     listed = files.read_json(path).get("weight_map")
     names = listed.values() if isinstance(listed, dict) else ()
-    # a plain name: an index does not lead out of its folder
-    if not names or not all(isinstance(name, str) and Path(name).name == name for name in names):
+    if not names or not all(isinstance(name, str) and _is_plain(name) for name in names):
         raise ValueError(
             f"{path}: it has no weight_map from tensors to files beside it; it must be what save_pretrained writes"
         )
     shards = [path.parent / name for name in sorted(set(names))]
+    if len(shards) > _limits.SHARDS:
+        raise ValueError(f"{path}: weight_map must name at most {_limits.SHARDS:,} files, got {len(shards):,}")
     for shard in shards:
         files.expect(shard, f"{path.name} says that it holds tensors; all the files that it names must be there")
     return shards
 
 
+def _is_plain(name: str) -> bool:
+    """Whether a name is that of a file: an index does not lead out of its folder."""
+    return Path(name).name == name and name not in ("", "..") and name.isprintable() and len(name) <= _LONGEST_NAME
+
+
 def _open(path: Path) -> Any:
     safetensors = files.library("safetensors")
+    _check_header(path)
     try:
         return safetensors.safe_open(path, "pt")
     except safetensors.SafetensorError as error:
@@ -130,6 +150,24 @@ def _open(path: Path) -> Any:
         kind = next((kind for begin, kind in _KINDS.items() if start.startswith(begin)), None)
         what = f"it is {kind}" if kind else f"it is not safetensors ({error})"
         raise ValueError(f"{path}: {what}; it must be safetensors, the one format read here") from error
+
+
+def _check_header(path: Path) -> None:
+    """Raise where a header is too long, or has a tensor twice; what is no header is left for safetensors to name."""
+    with path.open("rb") as file:
+        start = file.read(9)
+        length = int.from_bytes(start[:8], "little")
+        if len(start) < 9 or start[8:] != b"{" or length > path.stat().st_size:
+            return
+        if length > _limits.HEADER_BYTES:
+            raise ValueError(f"{path}: the header must have at most {_limits.HEADER_BYTES:,} bytes, got {length:,}")
+        content = b"{" + file.read(length - 1)
+    try:
+        files.parse_json(content)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(
+            f"{path}: the header must be JSON, got {content[:20]!r}…: {error}; fetch the file again"
+        ) from error
 
 
 def _header_begins(start: bytes) -> bool:
@@ -204,4 +242,6 @@ def fill(
 
 
 def _some(lines: list[str], most: int = 5) -> list[str]:
-    return lines if len(lines) <= most else [*lines[:most], f"and {len(lines) - most} more"]
+    # a shape may have any number of axes
+    shown = [line if len(line) <= 2 * _LONGEST_NAME else f"{line[: 2 * _LONGEST_NAME]}…" for line in lines[:most]]
+    return shown if len(lines) <= most else [*shown, f"and {len(lines) - most} more"]

@@ -1,0 +1,244 @@
+"""Tokenizers that are made to take all memory, all time, or the process with them: refused, with the file's name and the limit."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from polyhead import _limits
+from polyhead.models import Tokenizer
+
+library = pytest.importorskip("tokenizers", reason="pip install 'polyhead[inspect]'")
+
+WORDS = {"type": "WordLevel", "vocab": {"[UNK]": 0, "a": 1, "b": 2}, "unk_token": "[UNK]"}
+
+
+def replacing(pattern: str, content: str, kind: str = "String") -> dict[str, Any]:
+    return {"type": "Replace", "pattern": {kind: pattern}, "content": content}
+
+
+def splitting(expression: str) -> dict[str, Any]:
+    return {"type": "Split", "pattern": {"Regex": expression}, "behavior": "Isolated", "invert": False}
+
+
+def several(key: str, *parts: Any) -> dict[str, Any]:
+    return {"type": "Sequence", key: list(parts)}
+
+
+def added(*contents: str) -> list[dict[str, Any]]:
+    flags = dict.fromkeys(("special", "single_word", "lstrip", "rstrip"), False)
+    return [{"id": 9 + n, "content": text, "normalized": True, **flags} for n, text in enumerate(contents)]
+
+
+def template(pieces: int, ids: int) -> dict[str, Any]:
+    text = {"Sequence": {"id": "A", "type_id": 0}}
+    special = {"SpecialToken": {"id": "a", "type_id": 0}}
+    tokens = {"a": {"id": "a", "ids": [1] * ids, "tokens": ["a"] * ids}}
+    return {
+        "type": "TemplateProcessing",
+        "single": [*[special] * pieces, text],
+        "pair": [text],
+        "special_tokens": tokens,
+    }
+
+
+def bytewise(**options: bool) -> dict[str, Any]:
+    return {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False, **options}
+
+
+def write(path: Path, **parts: Any) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    empty = dict.fromkeys(("truncation", "padding", "normalizer", "pre_tokenizer", "post_processor", "decoder"))
+    path.write_text(json.dumps({"version": "1.0", "added_tokens": [], **empty, "model": WORDS, **parts}))
+    return path
+
+
+DOUBLING = [replacing("a", "aa")] * 40
+SLOW = r"[a-z]*[a-z]*[a-z]*\d"
+TOO_LONG = (
+    r"a text must not become longer than [\d,]+ bytes, got [\d,]+ bytes that the {} makes up to [\d,]+ times longer"
+)
+# name -> the parts of the file, the text, what is said of it
+HOSTILE: dict[str, tuple[dict[str, Any], str, str]] = {
+    "doubles 40 times": ({"normalizer": several("normalizers", *DOUBLING)}, "a", TOO_LONG.format("normalizer")),
+    "doubles 40 times what is no part of the first texts": (
+        {"normalizer": several("normalizers", *[replacing("z", "zz")] * 40)}, "zebra", TOO_LONG.format("normalizer")),
+    "doubles in nested lists": (
+        {"normalizer": several("normalizers", *[several("normalizers", *DOUBLING[:8])] * 5)}, "a", TOO_LONG.format("normalizer")),
+    "without types": (
+        {"normalizer": several("normalizers", *({"pattern": {"String": "a"}, "content": "aa"} for _ in range(40)))}, "a", TOO_LONG.format("normalizer")),
+    "between any two letters": ({"normalizer": replacing("", "x" * 10_000_000, "Regex")}, "a" * 99, TOO_LONG.format("normalizer")),
+    "in front": ({"normalizer": several("normalizers", *[{"type": "Prepend", "prepend": "x" * 9_000_000}] * 9)}, "a", TOO_LONG.format("normalizer")),
+    "ligatures": ({"normalizer": several("normalizers", *[replacing(" ", "\ufdfa"), {"type": "NFKD"}] * 20)}, "a b", TOO_LONG.format("normalizer")),
+    "bytes as letters": ({"normalizer": several("normalizers", *[{"type": "ByteLevel"}] * 40)}, "\u00e9", TOO_LONG.format("normalizer")),
+    "bytes as letters, later": ({"pre_tokenizer": several("pretokenizers", *[bytewise()] * 40)}, "\u00e9", TOO_LONG.format("pre-tokenizer")),
+    "when it is loaded": (
+        {"normalizer": several("normalizers", *[replacing("z", "zz")] * 40), "added_tokens": added("zebra")}, "a", TOO_LONG.format("normalizer")),
+    "decoder": ({"decoder": several("decoders", *DOUBLING)}, "a", TOO_LONG.format("decoder")),
+    "stages": ({"normalizer": several("normalizers", *[{"type": "NFC"}] * 500_000)}, "a", "normalizer must have at most 64 stages, got 500,000"),
+    "template": ({"post_processor": template(10_000, 10_000)}, "a", "post_processor must add at most 1,000 special tokens, got 100,010,000"),
+    "added tokens": ({"added_tokens": added(*(f"{n:020}" for n in range(300_000)))}, "a", "added_tokens must have at most 4,000,000 characters, got 6,000,000"),
+    "long pieces": (
+        {"model": {"type": "Unigram", "unk_id": 0, "vocab": [["a" * n, -float(n)] for n in range(3000)]}}, "a" * 100_000,
+        "vocab of a Unigram model: pieces must have at most 256 characters, got 2,999"),
+    "long words": (
+        {"model": {"type": "WordPiece", "vocab": {"a": 0, "##a": 1}, "unk_token": "a", "continuing_subword_prefix": "##", "max_input_chars_per_word": 10**9}},
+        "a" * 100_000, "max_input_chars_per_word: words must have at most 500 characters, got 1,000,000,000"),
+    "long prefix": (
+        {"model": {"type": "BPE", "vocab": {"a": 0}, "merges": [], "continuing_subword_prefix": "#" * 9_000_000}}, "a" * 100_000,
+        "continuing_subword_prefix must have at most 64 characters, got 9,000,000"),
+    "two readings": ({"normalizer": {**several("normalizers"), **replacing("a", "aa")}}, "a", "a Sequence must have a type and a list of normalizers, got "),
+    "takes exponential time": ({"pre_tokenizer": splitting("(a+)+$")}, "a" * 99 + "b", "it cannot read this text: .*retry-limit-in-match over"),
+    "takes cubic time": ({"pre_tokenizer": splitting(SLOW)}, "a" * 1500 + "!9", "it cannot read this text: it takes more than 1 seconds for 1,502 bytes"),
+    "takes cubic time to normalise": ({"normalizer": replacing(SLOW, "", "Regex")}, "a" * 1500 + "!9", "it takes more than 1 seconds for 1,502 bytes"),
+    "takes cubic time to load": (
+        {"normalizer": replacing(SLOW, "", "Regex"), "added_tokens": added("a" * 1500 + "!9")}, "a", "it takes more than 1 seconds for 1,502 bytes"),
+    "panics": ({"post_processor": {**template(1, 1), "special_tokens": {}}}, "a", "it (is no tokenizer that can be|cannot) read"),
+    "panics when it is loaded": ({"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}}, "a", "it is no tokenizer that can be read: "),
+    "lacks what it names": ({"model": {**WORDS, "unk_token": "absent"}}, "zebra", "it cannot read this text: .*[Mm]issing"),
+}  # fmt: skip
+
+SCRIPT = """
+import json, resource, sys, time
+from pathlib import Path
+from polyhead.models import Tokenizer
+try:
+    from polyhead import _limits
+    _limits.SECONDS = 1.0
+except ImportError:
+    pass
+# what importing takes, and 3 GiB
+size = next(int(line.split()[1]) << 10 for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmSize"))
+resource.setrlimit(resource.RLIMIT_AS, (size + (3 << 30),) * 2)
+for folder in sys.argv[1:]:
+    began = time.monotonic()
+    try:
+        tokenizer = Tokenizer(Path(folder) / "tokenizer.json")
+        tokens = tokenizer((Path(folder) / "text").read_text())
+        tokenizer.decode(tokens.ids)
+        said = ["read", str(len(tokens))]
+    except Exception as error:
+        said = [type(error).__name__, str(error)]
+    print(json.dumps([folder, *said, time.monotonic() - began]), flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+    """What is said of each, by a process that may not take more than 3 GiB."""
+    if sys.platform != "linux":
+        pytest.skip("memory is limited as Linux does it")
+    root = tmp_path_factory.mktemp("hostile")
+    folders = {str(root / str(number)): name for number, name in enumerate(HOSTILE)}
+    for folder, name in folders.items():
+        parts, text, _ = HOSTILE[name]
+        write(Path(folder, "tokenizer.json"), **parts)
+        Path(folder, "text").write_text(text)
+    waiting, found = list(folders), {}
+    while waiting:
+        command = [sys.executable, "-c", SCRIPT, *waiting]
+        try:
+            output = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=60).stdout
+        except subprocess.TimeoutExpired as error:
+            output = error.stdout or b""
+        results = [json.loads(line) for line in output.splitlines()]
+        found |= {folders[folder]: rest for folder, *rest in results}
+        # one that has ended the process, or did not end, is left out
+        waiting = waiting[len(results) + 1 :]
+    return found
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_tokenizers(name: str, said: dict[str, list[Any]]) -> None:
+    assert name in said, "the process was ended, or did not end"
+    kind, message, seconds = said[name]
+    assert kind == "ValueError"
+    assert re.search(rf"/tokenizer\.json: .*{HOSTILE[name][2]}", message), message
+    assert seconds < 30
+
+
+def test_files_that_are_no_tokenizers(tmp_path: Path) -> None:
+    path = write(tmp_path / "tokenizer.json")
+    whole = path.read_text()
+    # the library takes the last that is not null, a reader of JSON the last
+    for key in ("normalizer", "model", "vocab"):
+        path.write_text(whole.replace(f'"{key}": ', f'"{key}": {{}}, "{key}": ', 1))
+        with pytest.raises(ValueError, match=rf"tokenizer\.json: it is no tokenizer .*: '{key}' is there twice"):
+            Tokenizer(path)
+    for content in (
+        "[" * 100_000,
+        '{"a":' * 100_000,
+        '{"a": ' + "9" * 5000 + "}",
+        "[]",
+        "null",
+        "\ud800".encode("utf-8", "surrogatepass"),
+    ):
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+        with pytest.raises(ValueError, match=r"tokenizer\.json: it is no tokenizer that can be read: "):
+            Tokenizer(path)
+    os.truncate(path, _limits.TOKENIZER_BYTES + 1)
+    with pytest.raises(ValueError, match=r"tokenizer\.json must have at most 134,217,728 bytes, got more"):
+        Tokenizer(path)
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(ValueError, match=r"tokenizer\.json must be a regular file, got a FIFO; "):
+        Tokenizer(path)
+
+
+LLAMA3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+LETTERS = {"type": "BPE", "vocab": {chr(n): n for n in range(33, 600)}, "merges": []}
+UNIGRAM = {"type": "Unigram", "unk_id": 0, "vocab": [["<unk>", 0.0], ["\u2581", -1.0], ["\u2581a", -2.0], ["b", -3.0]]}
+METASPACE = {"type": "Metaspace", "replacement": "\u2581", "prepend_scheme": "always", "split": True}
+# as tokenizers of models have them
+REAL: dict[str, dict[str, Any]] = {
+    "Llama 2": {"normalizer": several("normalizers", {"type": "Prepend", "prepend": "\u2581"}, replacing(" ", "\u2581")), "model": UNIGRAM},
+    "Llama 3": {"pre_tokenizer": several("pretokenizers", splitting(LLAMA3), bytewise()), "model": LETTERS},
+    "GPT-2": {"pre_tokenizer": bytewise(use_regex=True), "model": LETTERS},
+    "RoBERTa": {"pre_tokenizer": bytewise(use_regex=True, add_prefix_space=True), "model": LETTERS},
+    "CLIP": {
+        "normalizer": several("normalizers", {"type": "NFC"}, replacing(r"\s+", " ", "Regex"), {"type": "Lowercase"}),
+        "pre_tokenizer": several("pretokenizers", splitting(r"[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+"), bytewise()),
+        "model": LETTERS, "added_tokens": added("<|startoftext|>"),
+    },
+    # the longest that a normalizer may make of a text, as far as it is known beforehand, is a thousand times its length
+    "ALBERT": {
+        "normalizer": several(
+            "normalizers", replacing("``", '"'), {"type": "NFKD"}, {"type": "StripAccents"}, {"type": "Lowercase"}, {"type": "NFKC"},
+            {"type": "NFC"}, replacing(" {2,}", " ", "Regex")),
+        "pre_tokenizer": METASPACE, "model": UNIGRAM,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REAL)
+@pytest.mark.parametrize("times", [1, 1000])
+def test_real_tokenizers_read_as_they_do_without_bounds(name: str, times: int, tmp_path: Path) -> None:
+    path = write(tmp_path / "tokenizer.json", **REAL[name])
+    text = "A na\u00efve  caf\u00e9, b's 123 \ufb01ne \u5317\u4eac \U0001f600!\n\n a" * times
+    tokenizer, native = Tokenizer(path), library.Tokenizer.from_file(str(path))
+    assert tokenizer(text).ids.tolist() == native.encode(text).ids
+    words = text.split()
+    given = [f" {word}" if number and tokenizer._spaced else word for number, word in enumerate(words)]
+    assert tokenizer.of_words(words).ids.tolist() == native.encode(given, is_pretokenized=True).ids
+    ids = native.encode(text).ids
+    assert tokenizer.decode(ids) == native.decode(ids)
+
+
+def test_texts_that_are_too_long(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(write(tmp_path / "tokenizer.json"))
+    assert tokenizer("a" * _limits.NORMALIZED_BYTES).words == ("a" * _limits.NORMALIZED_BYTES,)
+    with pytest.raises(ValueError, match=r"tokenizer\.json: a text must not become longer than 16,777,216 bytes, got "):
+        tokenizer("a" * (_limits.NORMALIZED_BYTES + 1))
+
+
+@pytest.mark.parametrize("number", [2**32, 2**70, 999])
+def test_ids_that_no_vocabulary_has(number: int, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=f"ids: {number} is not in the vocabulary"):
+        Tokenizer(write(tmp_path / "tokenizer.json")).decode([number])
