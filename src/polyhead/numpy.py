@@ -44,7 +44,7 @@ def softmax(
     E = np.exp(S - np.where(np.isfinite(top), top, 0))
     total = E.sum(axis=1, keepdims=True)
     # not total > 0, which NaN is not; and what is not allowed has no weight in a row of NaN either
-    P = np.divide(E, total, out=np.zeros_like(E), where=(total != 0) & (-np.inf != S))
+    P = np.divide(E, total, out=np.zeros_like(E), where=(total != 0) & ~np.isneginf(S))
     return P if sink is None else P[:, :-1]
 
 

@@ -22,7 +22,11 @@ def dots(
     if _differentiated(q, k):
         s: Tensor = _Dots.apply(q, k, hidden)
         return s
-    return q @ k.mT
+    if not numbers_hidden():
+        return q @ k.mT
+    # a transform or a compiler differentiates what it sees, and ds k is NaN where k is
+    off = ~(_all_finite(q)[..., :, None] & _all_finite(k)[..., None, :])
+    return (_cleared(q) @ _cleared(k).mT).masked_fill(off, torch.nan)
 
 
 def weighted_sum(
@@ -38,13 +42,20 @@ def weighted_sum(
 def _weighted_sum(p: Tensor, v: Tensor, hidden: Tensor) -> Tensor:
     if in_sight(v) and finite([v.detach()]):
         return p @ v
-    off = ~v.isfinite()
-    seen = (~hidden).to(p.dtype) @ off.to(p.dtype)
-    return (p @ v.masked_fill(off, 0.0)).masked_fill(seen > 0, torch.nan)
+    seen = (~hidden).to(p.dtype) @ (~v.isfinite()).to(p.dtype)
+    return (p @ _cleared(v)).masked_fill(seen > 0, torch.nan)
+
+
+def _all_finite(x: Tensor) -> Tensor:
+    return x.isfinite().all(-1)
+
+
+def _cleared(x: Tensor) -> Tensor:
+    return x.masked_fill(~x.isfinite(), 0.0)
 
 
 def _differentiated(*given: Tensor) -> bool:
-    """Whether autograd records this. Transforms and compilers see torch's own operators, whose gradients may hold NaN."""
+    """Whether autograd records this."""
     return torch.is_grad_enabled() and not numbers_hidden() and any(x.requires_grad for x in given)
 
 

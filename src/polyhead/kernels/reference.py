@@ -29,13 +29,13 @@ class Reference:
         return "an edge is there twice" if call.over.duplicates else None
 
     def __call__(self, call: Call) -> Result:
-        s = scores(call)
+        s, hidden = _scored(call)
         p, lse = softmax(s)
         if call.dropout > 0:
             p = p * kept(call) / (1 - call.dropout)
         with without_autocast(p.device):
             v = to_heads(call.v.to(p.dtype), call.q.shape[-3])
-            out = p @ v if call.over.full else weighted_sum(p, v, s == -torch.inf)
+            out = p @ v if call.over.full else weighted_sum(p, v, hidden)
             return out.to(call.v.dtype), lse
 
 
@@ -69,6 +69,16 @@ def scores(
 
     `span` is a stretch of keys, [first, stop).
     """
+    return _scored(call, queries, heads, span)[0]
+
+
+def _scored(
+    call: Call,
+    queries: Int[Tensor, " rows"] | None = None,
+    heads: Int[Tensor, " some"] | None = None,
+    span: tuple[int, int] | None = None,
+) -> tuple[Float[Tensor, "... heads queries keys"], Bool[Tensor, "... queries keys"]]:
+    """The scores, and which of them are not allowed."""
     _, number, rows, keys = call.sizes
     device = call.q.device
     head = torch.arange(number, device=device) if heads is None else heads
@@ -87,7 +97,7 @@ def scores(
     if call.bias is not None:
         bias = call.bias if call.bias.shape[-1] == 1 else call.bias[..., begin:end]
         s = s + chosen(chosen(bias, -3, heads), -2, queries).to(wide)
-    return s.masked_fill(hidden, -torch.inf)
+    return s.masked_fill(hidden, -torch.inf), hidden
 
 
 def _products(call: Call, q: Tensor, k: Tensor, hidden: Tensor) -> Tensor:
