@@ -129,7 +129,7 @@ def prepare(
     if not isinstance(score, Score):
         raise WrongType(f"score must be a Score such as Dot(), got {shown(score)}")
     if sink is not None and not isinstance(sink, Tensor):
-        number = check_number("sink", sink, -math.inf, hint="or a tensor of one number per head")
+        number = check_number("sink", sink, -math.inf, hint="a tensor has one per head")
         sink = torch.full((q.shape[-3],), number, dtype=torch.float64, device=q.device)
     if seed is not None:
         seed = _seed(seed, q.device)

@@ -264,7 +264,9 @@ class RelativeBias(Position):
         buckets = check_integer("RelativeBias: buckets", buckets, 4)
         if buckets % 4:
             raise ValueError(f"RelativeBias: buckets must be a multiple of 4, got {buckets}")
-        max_distance = check_integer("RelativeBias: max_distance", max_distance, buckets + 1, hint="more than buckets")
+        max_distance = check_integer(
+            "RelativeBias: max_distance", max_distance, buckets + 1, hint="it must be more than buckets"
+        )
         self.window = None if window is None else _odd(window)
         self.axes = None if self.window is None else len(self.window)
         self.buckets = buckets if self.window is None else math.prod(self.window)

@@ -227,7 +227,7 @@ def test_nothing_to_read() -> None:
         ({"ids": torch.zeros(2, 5)}, "ids: they are torch.float32; they must be torch.int64 or torch.int32"),
         ({"ids": torch.tensor([3, 101])}, "ids: they lie between 3 and 101; they must be the vocabulary's, 0 to 100"),
         ({"ids": torch.tensor([-1, 5])}, "ids: they lie between -1 and 5; they must be the vocabulary's, 0 to 100"),
-        ({"ids": torch.tensor(3)}, r"ids: their shape is \(\); it must be \(..., tokens\)"),
+        ({"ids": torch.tensor(3)}, r"ids must be a tensor of ids \(\.\.\., tokens\), got shape \(\)"),
         ({"ids": torch.zeros(2, 38).long()}, r"ids: their shape is \(2, 38\); .* with at most 37 tokens"),
         ({"ids": torch.zeros(5).long(), "token_types": torch.full((5,), 2)}, "token_types: they lie between 2 and 2; .* 0 to 1"),
         ({"ids": torch.zeros(5).long(), "token_types": torch.zeros(4).long()}, r"token_types: their shape is \(4,\); it must be that of ids, \(5,\)"),

@@ -427,7 +427,7 @@ def test_heads_are_seen_while_it_writes() -> None:
     [
         (lambda m: m(torch.zeros(2, 5)), "ids: they are torch.float32; they must be torch.int64 or torch.int32"),
         (lambda m: m(torch.tensor([3, 101])), "ids: they lie between 3 and 101; they must be the vocabulary's, 0 to 100"),
-        (lambda m: m(torch.tensor(3)), r"ids: their shape is \(\); it must be \(..., tokens\)"),
+        (lambda m: m(torch.tensor(3)), r"ids must be a tensor of ids \(\.\.\., tokens\), got shape \(\)"),
         (lambda m: m(torch.zeros(2, 138).long()), r"ids: their shape is \(2, 138\); .* with at most 137 tokens"),
         (lambda m: m(torch.zeros(2, 5).long(), caches=m.caches(2, 9)[1:]), "caches: there are [12]; there must be one for each of [23] layers"),
         (lambda m: m(torch.zeros(2, 5).long(), caches=m.caches(2, 4)), "cache: 5 more do not fit"),

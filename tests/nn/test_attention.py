@@ -334,20 +334,20 @@ def translated(**words):
     ("make", "message"),
     [
         (lambda: MultiHeadAttention(30, 7), r"num_heads: 7 does not divide d_model 30; pass head_dim=4 \(any head_dim will do\)"),
-        (lambda: MultiHeadAttention(30, 0), r"num_heads: it is 0; it must be a whole number, 1 or more"),
-        (lambda: MultiHeadAttention(30, 6, head_dim=2.5), r"head_dim: it is 2.5"),
+        (lambda: MultiHeadAttention(30, 0), r"num_heads must be an integer in \[1, 1048576\], got 0"),
+        (lambda: MultiHeadAttention(30, 6, head_dim=2.5), r"head_dim must be an integer in \[1, 2147483647\], got 2\.5"),
         (lambda: MultiHeadAttention(30, 6, kv_heads=4), r"kv_heads: 4 does not divide num_heads 6"),
         (lambda: MultiHeadAttention(30, 6, combine="sum"), r"combine: it is 'sum'; it must be 'project', 'concat' or 'mean'"),
         (lambda: MultiHeadAttention(30, 6, combine="mean", d_out=4), r"d_out: it is 4, but combine='mean' maps nothing"),
-        (lambda: MultiHeadAttention(30, 6, dropout=1.0), r"dropout: it is 1.0; it must be at least 0 and less than 1"),
+        (lambda: MultiHeadAttention(30, 6, dropout=1.0), r"dropout must be a number in \[0, 1\), got 1\.0"),
         (lambda: MultiHeadAttention(30, 6, score="gaat"), r"score: it is 'gaat'"),
-        (lambda: MultiHeadAttention(30, 6, sink="fixed"), r"sink: it is 'fixed'; it must be a number or 'learned'"),
+        (lambda: MultiHeadAttention(30, 6, sink="fixed"), r"sink must be a number in \[-inf, inf\], got 'fixed'; 'learned' makes it a parameter"),
         (lambda: MultiHeadAttention(30, 6, position=Rotary()), r"Rotary: head_dim is 5; it must be even"),
         (lambda: MultiHeadAttention(30, 6, position=Rotary(8)), r"Rotary: dim is 8, more than head_dim 5"),
         (lambda: MultiHeadAttention(30, 6, position=ALiBi(4)), r"ALiBi: num_heads is 4, but there are 6 heads"),
-        (lambda: Rotary(3), r"Rotary: dim is 3; it must be even"),
-        (lambda: RelativeBias(6, buckets=6), r"RelativeBias: buckets is 6; it must be a multiple of 4"),
-        (lambda: RelativeBias(6, max_distance=9), r"RelativeBias: max_distance is 9; it must be more than buckets \(32\)"),
+        (lambda: Rotary(3), "Rotary: dim must be even, got 3"),
+        (lambda: RelativeBias(6, buckets=6), "RelativeBias: buckets must be a multiple of 4, got 6"),
+        (lambda: RelativeBias(6, max_distance=9), r"RelativeBias: max_distance must be an integer in \[33, 2147483647\], got 9; it must be more than buckets"),
         (lambda: layer()(torch.randn(2, 11, 29)), r"query: its shape is \(2, 11, 29\); it must be \(..., items, 30\)"),
         (lambda: layer()(torch.randn(30)), r"query: its shape is \(30,\)"),
         (lambda: layer()(torch.randn(2, 11, 30), torch.randn(3, 11, 30)), r"key: its batch is \(3,\), but the query's is \(2,\)"),
@@ -384,8 +384,13 @@ def test_attend_messages():
         (q, q[:, :, :3], {}, "v: it has 3 items, but k has 11"),
         (q[:, :4], q[:, :4], {}, "4 and 4 heads cannot be shared by the 6 heads of q"),
         (q.double(), q, {}, "they must be one floating-point dtype"),
-        (q, q, {"dropout": 1.5}, "dropout: it is 1.5"),
-        (q, q, {"sink": torch.zeros(4)}, r"sink: its shape is \(4,\); it must be one number a head, \(6,\)"),
+        (q, q, {"dropout": 1.5}, r"dropout must be a number in \[0, 1\), got 1\.5"),
+        (
+            q,
+            q,
+            {"sink": torch.zeros(4)},
+            r"sink must be floating-point numbers, one per head, of shape \(6,\), got Tensor of torch\.float32 and shape \(4,\)",
+        ),
         (q, q, {"kernel": "fast"}, "kernel: 'fast' is none of"),
         (q, q, {"kernel": "fused", "over": Window(2)}, "kernel: 'fused' refuses this call: it skips no blocks"),
     ]:
@@ -409,7 +414,7 @@ def test_padding_of_another_batch():
         ValueError, match=r"Padding: its shape is \(2, 11\), which reads as \(batch, keys\).*keep.bool\(\)"
     ):
         layer()(x, over=Padding(torch.ones(2, 11).long()))
-    with pytest.raises(ValueError, match=r"position: it is 'rotary'; it must be a Position such as Rotary\(\)"):
+    with pytest.raises(ValueError, match=r"position must be a Position such as Rotary\(\), got 'rotary'"):
         layer(position="rotary")
-    with pytest.raises(ValueError, match=r"dropout: it is None"):
+    with pytest.raises(ValueError, match=r"dropout must be a number in \[0, 1\), got None"):
         layer(dropout=None)

@@ -225,7 +225,10 @@ def test_inputs_are_dropped_in_padded_batches_too():
 
 
 def test_sparse_inputs_have_no_batch():
-    with pytest.raises(ValueError, match=r"the shape is \(2, 6, 6\); it must be \(items, features\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"query must be a dense tensor \(\.\.\., items, 6\), or a sparse one without a batch, got one that is of layout torch\.sparse_coo",
+    ):
         MultiHeadAttention(6, num_heads=2, score="gat")(torch.randn(2, 6, 6).to_sparse(), over=GRAPH)
 
 

@@ -314,15 +314,15 @@ def test_bad_layers() -> None:
         ({"layers": (2, 0)}, r"layers\[1\] must be an integer in \[1, 65536\], got 0"),
         (
             {"layers": (2,)},
-            r"layers must be an integer in \[1, 65536\], got \(2,\); or a pair of them: of the encoder and of the decoder",
+            r"layers must be an integer in \[1, 65536\], got \(2,\); a pair is for the encoder and the decoder",
         ),
         (
             {"layers": True},
-            r"layers must be an integer in \[1, 65536\], got True; or a pair of them: of the encoder and of the decoder",
+            r"layers must be an integer in \[1, 65536\], got True; a pair is for the encoder and the decoder",
         ),
         (
             {"layers": 2.0},
-            r"layers must be an integer in \[1, 65536\], got 2\.0; or a pair of them: of the encoder and of the decoder",
+            r"layers must be an integer in \[1, 65536\], got 2\.0; a pair is for the encoder and the decoder",
         ),
         ({"vocab": 2.5}, r"vocab must be an integer in \[1, 2147483647\], got 2\.5"),
         ({"source_vocab": 0}, r"source_vocab must be an integer in \[1, 2147483647\], got 0"),

@@ -135,7 +135,7 @@ class Tokenizer:
             raise ValueError(
                 f"ids: they are {ids.dtype} of shape {tuple(ids.shape)}; they must be the whole numbers of one text, (tokens,)"
             )
-        numbers = check_integers("ids", ids, 0, hint="the ids of one text, a list or a tensor")
+        numbers = check_integers("ids", ids, 0, hint="pass the ids of one text, as a list or a tensor")
         known = lambda number: number < 2**32 and self._encoder.native.id_to_token(number) is not None
         unknown = next((number for number in numbers if not known(number)), None)
         if unknown is not None:

@@ -502,7 +502,7 @@ def _check_choices(score: object, position: object, sink: object, combine: objec
     if position is not None and not isinstance(position, Position):
         raise WrongType(f"position must be a Position such as Rotary(), got {shown(position)}")
     if sink is not None and sink != "learned":
-        check_number("sink", sink, -math.inf, hint="or 'learned'")
+        check_number("sink", sink, -math.inf, hint="'learned' makes it a parameter")
     if combine not in ("project", "concat", "mean"):
         raise ValueError(f"combine: it is {combine!r}; it must be 'project', 'concat' or 'mean'")
     if d_out is not None and combine != "project":

@@ -82,7 +82,7 @@ class KeyValueCache:
 
     def truncate(self, length: int) -> None:
         """Forget all but the first `length` keys and values."""
-        length = check_integer("length", length, 0, self.length, hint="so many places are filled")
+        length = check_integer("length", length, 0, self.length, hint=f"{self.length} places are filled")
         self.generation += length < self.length
         self.length = length
 

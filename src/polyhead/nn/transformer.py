@@ -398,7 +398,7 @@ def _two(layers: object) -> list[int]:
     """How many layers the encoder and the decoder have."""
     if isinstance(layers, Sequence) and len(layers) == 2:
         return check_integers("layers", layers, 1, LAYERS)
-    return [check_integer("layers", layers, 1, LAYERS, hint="or a pair of them: of the encoder and of the decoder")] * 2
+    return [check_integer("layers", layers, 1, LAYERS, hint="a pair is for the encoder and the decoder")] * 2
 
 
 def _check_padding(name: str, over: object) -> None:
