@@ -19,11 +19,15 @@ test: .venv/test
 bench: .venv/test
 	$(BIN)/python -m benchmarks
 
-# the C++ kernels alone, under the sanitizers of addresses and of undefined behaviour
-sanitize:
-	cmake -S . -B build/sanitize -D POLYHEAD_SANITIZE=ON
+# the C++ kernels under the sanitizers of addresses and of undefined behaviour: alone, then with the fuzzer's cases
+sanitize: .venv/test
+	$(PIP) nanobind
+	cmake -S . -B build/sanitize -D POLYHEAD_SANITIZE=ON -D Python_EXECUTABLE=$(CURDIR)/$(BIN)/python \
+	  -D nanobind_ROOT=$$($(BIN)/python -m nanobind --cmake_dir)
 	cmake --build build/sanitize --parallel 2
 	build/sanitize/test_kernels
+	LD_PRELOAD=$$($(CXX) -print-file-name=libasan.so) ASAN_OPTIONS=detect_leaks=0 \
+	  $(BIN)/python -m fuzz attend graph grid layer optim --count 1000 --native build/sanitize/_native*.so
 
 format: .venv/test
 	$(BIN)/ruff check --fix .

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from fuzz.case import Mismatch
 from fuzz.compare import closeness
-from fuzz.metrics import Weights, check_metrics, view
+from fuzz.metrics import Weights, check_metrics, some, view
 from fuzz.oracle import Answer, Inputs, Rounding, answer
 from fuzz.run import Report
 from fuzz.setup import Arguments, CallCase, Places, Setup, set_up
@@ -68,6 +68,9 @@ def _compare_metrics(case: CallCase, places: Places, setup: Setup, rng: np.rando
         apart = (key - place[:, None]).abs() if places.apart is None else places.apart
         weights = Weights(known.weights, known.weights_bound, key, places.keys, place, apart.double())
         values = setup.problem.values({name: x.double() for name, x in setup.inputs.items()})
+        if case.looked == "some" and places.queries:
+            chosen, weights, values = some(weights, values, places.take is not None, rng)
+            heads = heads.select(**chosen)
         return check_metrics(heads, case.metrics, weights, values, rng)
 
 

@@ -55,6 +55,27 @@ def view(arguments: dict[str, Any]) -> Heads:
     return Heads(call, Origin(out, None, None, lse))
 
 
+def some(
+    weights: Weights, values: Tensor, on_edges: bool, rng: np.random.Generator
+) -> tuple[dict[str, list[int]], Weights, Tensor]:
+    """A part of what may be looked at: what `select` is given, and the weights that are left.
+
+    On a graph a view on some queries has their edges alone, and its numbers still stand at all nodes.
+    """
+    number, queries = weights.p.shape[-3:-1]
+    heads = sorted(rng.choice(number, rng.integers(1, number + 1), replace=False).tolist())
+    rows = sorted(rng.choice(queries, rng.integers(1, queries + 1), replace=False).tolist())
+    p, bound = (x[..., heads, :, :] for x in (weights.p, weights.bound))
+    if on_edges:
+        asked = torch.zeros(queries, 1, dtype=p.dtype)
+        asked[rows] = 1.0
+        left = weights._replace(p=p * asked, bound=bound * asked)
+    else:
+        p, bound, apart = (x[..., rows, :] for x in (p, bound, weights.apart))
+        left = weights._replace(p=p, bound=bound, place=weights.place[rows], apart=apart)
+    return {"heads": heads, "queries": rows}, left, values[..., heads, :, :]
+
+
 def check_metrics(
     heads: Heads, asked: tuple[Part, ...], weights: Weights, values: Tensor, rng: np.random.Generator
 ) -> float:

@@ -59,6 +59,8 @@ class CallCase(Case):
     threads: int = 1
     # what is measured of the heads
     metrics: tuple[Part, ...] = ()
+    # of all heads and queries, or of some
+    looked: str = "all"
 
 
 def draw_call(random: Random, batch: tuple[int, ...], heads: int, *, square: bool, axes: int) -> dict[str, Any]:
@@ -93,7 +95,7 @@ def draw_call(random: Random, batch: tuple[int, ...], heads: int, *, square: boo
         "learns": learns, "pull": random.choice(("ones", "normal", "normal")),
         "frozen": frozenset(name for name in ("q", "k", "v", "bias", "sink") if learns and random.random() < 0.15),
         "threads": 2 if random.random() < 0.03 else 1, "position": ("none",) if plain else None,
-        "metrics": draw_metrics(random) if random.random() < 0.3 else (),
+        "metrics": draw_metrics(random) if random.random() < 0.3 else (), "looked": random.choice(("all", "all", "some")),
     }  # fmt: skip
 
 
@@ -206,7 +208,9 @@ def set_up(case: CallCase, places: Places, rng: np.random.Generator) -> Setup:
 def _spoilt(case: CallCase, places: Places, inputs: Inputs, tensors: Callable[[Inputs], dict[str, Tensor]]) -> Inputs:
     """Inputs with NaN or inf in keys and values that nobody may see, and in queries that may see nothing; zeros in the others."""
     shared = any(kind.startswith("one ") for kind in (case.q_layout, case.k_layout, case.v_layout))
-    if case.unseen == "numbers" or shared or case.tied != "none":
+    # the gradient of any other score is autograd's, which multiplies NaN by zero
+    learns = case.learns and case.score[0] != "dot"
+    if case.unseen == "numbers" or shared or learns or case.tied != "none":
         return inputs
     pairs = places.allowed.expand(*case.batch, case.heads, places.queries, places.allowed.shape[-1])
     keys = pairs.any(-2)
