@@ -131,9 +131,10 @@ def gather_sum(graph: Graph, rows: Tensor) -> Tensor:
     """The floor: for each node the sum of its sources' rows (nodes, width), by a C++ loop that does nothing else."""
     assert rows.is_contiguous() and rows.dtype == torch.float32 and rows.shape[1] % 8 == 0
     out = rows.new_empty(graph.destinations, rows.shape[1])
-    native.gather_sum(
-        double=False, destinations=graph.destinations, width=rows.shape[1], v=rows.data_ptr(),
-        first=graph.order.first.data_ptr(), source=graph.order.source.data_ptr(), out=out.data_ptr(),
+    done = native.gather_sum(
+        double=False, sources=len(rows), destinations=graph.destinations, edges=graph.num_edges, width=rows.shape[1],
+        v=rows.data_ptr(), first=graph.order.first.data_ptr(), source=graph.order.source.data_ptr(), out=out.data_ptr(),
         threads=torch.get_num_threads(),
     )  # fmt: skip
+    assert done, "the graph was changed"
     return out

@@ -17,6 +17,7 @@ from polyhead._torch import missing, native
 from polyhead.kernels.call import Call, Result, axes, flat, room, to_heads
 from polyhead.kernels.fused import refuses, strided
 from polyhead.kernels.offsets import attend_gathered
+from polyhead.kernels.operands import check_native_operands, check_operand
 from polyhead.kernels.operators import define_attention
 from polyhead.neighbourhood import Grid
 from polyhead.score import Dot
@@ -25,6 +26,8 @@ from polyhead.score import Dot
 WIDE = 256
 # Fewer products are not worth a second thread.
 _PARALLEL = 1 << 15
+# Pairs of points, in windows of many axes: nobody lives to see so many computed, and C++ counts parts of more in 64 bits.
+_MOST = 1 << 52
 
 
 class OnGrid:
@@ -92,18 +95,34 @@ def _options(
     reach: list[int], steps: list[int], scale: float, dropout: float,
 ) -> dict[str, Any]:  # fmt: skip
     """The arguments that both passes share."""
+    check_native_operands(q, k, v, dropout)
     batch, heads, points, dim = q.shape
+    _check_window(sizes, reach, steps, points, k.shape[2])
     offsets = math.prod(2 * n + 1 for n in reach)
-    assert points == k.shape[2] == v.shape[2] == math.prod(sizes) and len(sizes) == len(reach) == len(steps) >= 2
-    assert table is None or (table.shape == (heads, offsets) and table.is_contiguous()), "out of bounds"
+    check_operand("table", table, (heads, offsets), q)
+    check_operand("out", out, (*q.shape[:3], v.shape[3]), q)
+    check_operand("lse", lse, tuple(q.shape[:3]), q)
     work = batch * heads * points * offsets * (dim + v.shape[3])
     return {
         "double": q.dtype == torch.float64, "sizes": [batch, heads, k.shape[1], dim, v.shape[3]],
-        "window": [*sizes, *reach, *steps], "q": axes(q), "k": axes(k), "v": axes(v), "out": axes(out),
+        # how far apart the points of a window are is of no matter where it has one only
+        "window": [*sizes, *reach, *(step if far else 1 for far, step in zip(reach, steps, strict=True))], "q": axes(q), "k": axes(k), "v": axes(v), "out": axes(out),
         "lse": lse.data_ptr(), "table": 0 if table is None else table.data_ptr(), "scale": scale, "dropout": dropout,
         "threshold": round(dropout * 2**32) - 2**31, "seed": 0 if seed is None else int(seed.to(torch.int32)),
         "threads": torch.get_num_threads() if work > _PARALLEL else 1,
     }  # fmt: skip
+
+
+def _check_window(sizes: list[int], reach: list[int], steps: list[int], queries: int, keys: int) -> None:
+    """Raise unless windows lie on a grid of so many points, and numbers about all of them in 64 bits."""
+    fits = len(sizes) == len(reach) == len(steps) >= 2 and min(sizes) > 0 and min(steps) > 0 and min(reach) >= 0
+    fits = fits and math.prod(sizes) == queries == keys
+    fits = fits and all(far * step < n for n, far, step in zip(sizes, reach, steps, strict=True))
+    if not fits or queries * math.prod(2 * n + 1 for n in reach) >= _MOST:
+        raise ValueError(
+            "sizes, reach and steps must be 1, 0 and 1 or more for each of two axes or more, with windows no larger than the grid and "
+            f"as many points as q and k have, got {sizes}, {reach} and {steps}, and {queries} and {keys} points"
+        )
 
 
 def _grid(q: Tensor, k: Tensor, v: Tensor, table: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor]:
@@ -121,13 +140,16 @@ def _grid_backward(
     d_out: Tensor, d_lse: Tensor | None, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, table: Tensor | None,
     *rest: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    *options, _ = rest
+    *window, _ = rest
     d_out, out, q, k, v = (strided(x) for x in (d_out, out, q, k, v))
     lse, table, d_lse = lse.contiguous(), _packed(table), _packed(d_lse)
+    options = _options(q, k, v, out, lse, table, *window)
+    check_operand("d_out", d_out, tuple(out.shape), q)
+    check_operand("d_lse", d_lse, tuple(lse.shape), q)
     dq, dk, dv = room(q), room(k), room(v)
     d_table = q.new_empty(0) if table is None else torch.empty_like(table)
     native.grid_backward(
-        **_options(q, k, v, out, lse, table, *options), d_out=axes(d_out), d_lse=0 if d_lse is None else d_lse.data_ptr(),
+        **options, d_out=axes(d_out), d_lse=0 if d_lse is None else d_lse.data_ptr(),
         dq=axes(dq), dk=axes(dk), dv=axes(dv), d_table=d_table.data_ptr(),
     )  # fmt: skip
     return dq, dk, dv, d_table

@@ -16,11 +16,19 @@ from polyhead._torch import in_sight, missing, native, under_transform
 from polyhead.kernels.call import Call, Result, flat, to_heads
 from polyhead.kernels.graph import Edges
 from polyhead.kernels.many import finite
+from polyhead.kernels.operands import check_operand
 from polyhead.kernels.operators import define_attention
 from polyhead.neighbourhood import Graph, Order
+from polyhead.neighbourhood.order import check_form, check_ids
 from polyhead.score import GAT, Dot, GATv2, Score
 
 _KINDS = {GAT: 0, GATv2: 1, Dot: 2}
+# Which of `a`, `inside`, `features` and `edge` there are.
+_ARGUMENTS = (
+    ((False,) * 4, (False, True, False, False)),
+    ((True, False, False, False), (True, False, True, True)),
+    ((False,) * 4,),
+)
 # The kernels read features in steps of so many.
 _STEP = 8
 
@@ -114,7 +122,7 @@ class _Problem:
         out_place: Tensor, out_destination: Tensor, seed: Tensor | None, kind: int, factor: float, dropout: float,
     ) -> None:  # fmt: skip
         order = [first, source, number, out_first, out_place, out_destination]
-        _check(q, k, order, (a, features if inside is None else inside, edge, weights, v))
+        _check(q, k, v, a, inside, features, edge, weights, order, kind, dropout)
         widths = [x.shape[-1] for x in (q, k, v) if x is not None and x.dim() == 4]
         self.dim = -(-max(widths) // _STEP) * _STEP
         self.first, self.source, self.edge, self.out_first, self.out_place, self.out_destination = order
@@ -126,7 +134,7 @@ class _Problem:
         threshold = round(dropout * 2**32) - 2**31
         self.options: dict[str, Any] = {
             "kind": kind, "double": q.dtype == torch.float64, "batch": q.shape[0], "sources": k.shape[1],
-            "destinations": q.shape[1], "heads": q.shape[2], "dim": self.dim,
+            "destinations": q.shape[1], "edges": len(self.edge), "heads": q.shape[2], "dim": self.dim,
             "edge_features": 0 if features is None else features.shape[1], "factor": factor, "dropout": dropout,
             "threshold": threshold, "seed": 0 if seed is None else int(seed.to(torch.int32)), "threads": torch.get_num_threads(),
         }  # fmt: skip
@@ -145,19 +153,49 @@ class _Problem:
         }  # fmt: skip
         return {name: _pointer(x) for name, x in given.items()}
 
+    def check_followed(self, followed: bool) -> None:
+        """Raise where a kernel found ids that it could not follow."""
+        if not followed:
+            order = Order(self.first, self.source, self.edge, self.out_first, self.out_place, self.out_destination)
+            check_ids(order, self.options["sources"], self.options["destinations"])
+            raise ValueError(
+                "Graph: order was edited while it was read; make the graph anew, and leave its order alone"
+            )
 
-def _check(q: Tensor, k: Tensor, order: list[Tensor], others: tuple[Tensor | None, ...]) -> None:
-    """That the kernels will read within the tensors, whatever was done to a graph since it was made."""
-    edges, (_, features, _, weights, _) = order[1].shape[0], others
-    lengths = [q.shape[1] + 1, edges, edges, k.shape[1] + 1, edges, edges]
-    whole = all(x.dtype == torch.int32 and x.is_contiguous() and x.is_cpu for x in order)
-    if not whole or [x.shape[0] for x in order] != lengths:
-        raise ValueError("Graph: its order was changed; it must stay as Graph(edge_index) makes it")
-    for name, x in (("features", features), ("weights", weights)):
-        if x is not None and x.shape[0] != edges:
-            raise ValueError(f"Graph: it has {x.shape[0]} rows of {name}, but {edges} edges")
-    if any(x is not None and (x.dtype != q.dtype or not x.is_cpu) for x in (k, *others)):
-        raise ValueError(f"Graph: all tensors must be {q.dtype} and on the CPU")
+
+def _check(
+    q: Tensor, k: Tensor, v: Tensor | None, a: Tensor | None, inside: Tensor | None, features: Tensor | None,
+    edge: Tensor | None, weights: Tensor | None, order: list[Tensor], kind: int, dropout: float,
+) -> None:  # fmt: skip
+    """Raise unless the kernels stay within the tensors; whether the ids do, they find out for themselves."""
+    if kind not in _KINDS.values() or q.dim() != (3 if kind == 0 else 4) or k.dim() != q.dim() or not 0 <= dropout < 1:
+        raise ValueError(
+            "q and k must be (batch, nodes, heads) for kind 0, (batch, nodes, heads, dim) for 1 and 2, and dropout in [0, 1), "
+            f"got {tuple(q.shape)} and {tuple(k.shape)} for {kind}, and dropout {dropout}"
+        )
+    (batch, destinations, heads, *row), sources = q.shape, k.shape[1]
+    check_form(order, sources, destinations)
+    edges, width, number = (
+        len(order[1]),
+        () if v is None else v.shape[-1:],
+        () if features is None else features.shape[1:],
+    )
+    check_operand("k", k, (batch, sources, heads, *row), q)
+    check_operand("v", v, (batch, sources, heads, *width), q)
+    check_operand("a", a, (heads, *row), q)
+    check_operand("inside", inside, (edges, heads), q)
+    check_operand("features", features, (edges, *number), q)
+    check_operand("edge", edge, (heads, *number, *row), q)
+    check_operand("weights", weights, (edges,), q)
+    there = tuple(x is not None for x in (a, inside, features, edge))
+    if there not in _ARGUMENTS[kind] or (kind == 0 and v is None) or len(number) > 1:
+        raise ValueError(
+            f"a, inside, features and edge must be given as kind {kind} asks, got {there}, and v {v is not None}"
+        )
+    if q.dtype not in (torch.float32, torch.float64) or not all(x.is_cpu for x in (q, *order)):
+        raise ValueError(
+            f"q must be fp32 or fp64, and all on the CPU, got {q.dtype} on {q.device} and {order[0].device}"
+        )
 
 
 def _pointer(x: Tensor | None) -> int:
@@ -171,7 +209,8 @@ def _value_width(k: Tensor, v: Tensor | None) -> int:
 def _edges(q: Tensor, k: Tensor, v: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor]:
     problem = _Problem(q, k, v, *rest)
     out, lse = q.new_empty(*q.shape[:3], problem.dim), q.new_empty(q.shape[:3])
-    native.forward(**problem.options, **problem.pointers(), out=out.data_ptr(), lse=lse.data_ptr())
+    followed = native.forward(**problem.options, **problem.pointers(), out=out.data_ptr(), lse=lse.data_ptr())
+    problem.check_followed(followed)
     width = _value_width(k, v)
     return (out if width == problem.dim else out[..., :width].contiguous()), lse
 
@@ -183,6 +222,7 @@ def _edges_fake(q: Tensor, k: Tensor, v: Tensor | None, *rest: Any) -> tuple[Ten
 def _edges_backward(d_out: Tensor, d_lse: Tensor | None, out: Tensor, lse: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     *inputs, needed = rest
     problem = _Problem(*inputs)
+    _check_gradients(d_out, d_lse, out, lse, inputs)
     # where there is nothing to sum over, nothing is written
     room = torch.empty_like if out.numel() and problem.edge.numel() else torch.zeros_like
     new = lambda x: None if x is None else room(x)
@@ -194,18 +234,31 @@ def _edges_backward(d_out: Tensor, d_lse: Tensor | None, out: Tensor, lse: Tenso
     )
     out, lse, d_out = problem.wide(out), lse.contiguous(), problem.wide(d_out)
     d_lse = None if d_lse is None else d_lse.contiguous()
-    native.backward(
+    followed = native.backward(
         **problem.options, **problem.pointers(), out_first=problem.out_first.data_ptr(),
         out_place=problem.out_place.data_ptr(), out_destination=problem.out_destination.data_ptr(), out=out.data_ptr(),
         lse=lse.data_ptr(), d_out=d_out.data_ptr(), d_lse=_pointer(d_lse), dq=dq.data_ptr(), dk=dk.data_ptr(), dv=_pointer(dv),
         da=_pointer(da), d_inside=_pointer(d_inside), d_weights=_pointer(d_weights), d_features=_pointer(d_features),
         d_map=_pointer(d_map),
     )  # fmt: skip
+    problem.check_followed(followed)
     made = (dq, dk, dv, da, d_inside, d_features, d_map, d_weights)
     return tuple(
         dq.new_empty(0) if x is None else x if x.shape == like.shape else x[..., : like.shape[-1]].contiguous()
         for x, like in zip(made, inputs[:8], strict=True)
     )
+
+
+def _check_gradients(d_out: Tensor, d_lse: Tensor | None, out: Tensor, lse: Tensor, inputs: list[Any]) -> None:
+    q, k, v = inputs[:3]
+    rows = (*q.shape[:3], _value_width(k, v))
+    for name, x, shape in (
+        ("d_out", d_out, rows),
+        ("out", out, rows),
+        ("lse", lse, rows[:3]),
+        ("d_lse", d_lse, rows[:3]),
+    ):
+        check_operand(name, x, shape, q)
 
 
 def _edges_backward_fake(

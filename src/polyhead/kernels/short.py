@@ -15,6 +15,7 @@ from torch import Tensor
 from polyhead._torch import missing, native
 from polyhead.kernels.call import Call, Result, axes, flat, intervals, room, to_heads
 from polyhead.kernels.fused import refuses, strided
+from polyhead.kernels.operands import check_native_operands, check_operand
 from polyhead.kernels.operators import define_attention
 from polyhead.kernels.reference import attend_intervals
 from polyhead.score import Dot
@@ -66,13 +67,19 @@ def _options(
     q: Tensor, k: Tensor, v: Tensor, first: Tensor, stop: Tensor, seed: Tensor | None, scale: float, dropout: float
 ) -> dict[str, Any]:
     """The arguments that both passes share."""
-    assert k.shape[2] == v.shape[2] and first.shape == stop.shape == (len(first), q.shape[2]), "out of bounds"
+    check_native_operands(q, k, v, dropout)
     batch, heads, queries, dim = q.shape
     _, key_heads, keys, width = v.shape
+    rows = 1 if first.dim() and len(first) == 1 else batch
+    for name, x in (("first", first), ("stop", stop)):
+        if x.shape != (rows, queries) or x.dtype != torch.int32 or not x.is_cpu:
+            raise ValueError(
+                f"{name} must be int32 of shape ({rows}, {queries}) on the CPU, got {x.dtype} of shape {tuple(x.shape)} on {x.device}"
+            )
     work = batch * heads * queries * keys * (dim + width)
     return {
         "double": q.dtype == torch.float64, "sizes": [batch, heads, key_heads, queries, keys, dim, width],
-        "q": axes(q), "k": axes(k), "v": axes(v), "first": first.data_ptr(), "stop": stop.data_ptr(), "rows": len(first),
+        "q": axes(q), "k": axes(k), "v": axes(v), "first": first.data_ptr(), "stop": stop.data_ptr(), "rows": rows,
         "scale": scale, "dropout": dropout, "threshold": round(dropout * 2**32) - 2**31,
         "seed": 0 if seed is None else int(seed.to(torch.int32)), "threads": torch.get_num_threads() if work > _PARALLEL else 1,
     }  # fmt: skip
@@ -80,8 +87,9 @@ def _options(
 
 def _short(q: Tensor, k: Tensor, v: Tensor, first: Tensor, stop: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     q, k, v, first, stop = strided(q), strided(k), strided(v), first.contiguous(), stop.contiguous()
+    options = _options(q, k, v, first, stop, *rest)
     out, lse = room(q, v.shape[-1]), q.new_empty(q.shape[:3])
-    native.short_forward(**_options(q, k, v, first, stop, *rest), out=axes(out), lse=lse.data_ptr())
+    native.short_forward(**options, out=axes(out), lse=lse.data_ptr())
     return out, lse
 
 
@@ -96,9 +104,13 @@ def _short_backward(
     d_out, q, k, v = (strided(x) for x in (d_out, q, k, v))
     lse, first, stop = lse.contiguous(), first.contiguous(), stop.contiguous()
     d_lse = None if d_lse is None else d_lse.contiguous()
+    options = _options(q, k, v, first, stop, seed, scale, dropout)
+    rows = tuple(q.shape[:3])
+    for name, x, shape in (("d_out", d_out, (*rows, v.shape[3])), ("lse", lse, rows), ("d_lse", d_lse, rows)):
+        check_operand(name, x, shape, q)
     dq, dk, dv = room(q), room(k), room(v)
     native.short_backward(
-        **_options(q, k, v, first, stop, seed, scale, dropout), lse=lse.data_ptr(), d_out=axes(d_out),
+        **options, lse=lse.data_ptr(), d_out=axes(d_out),
         d_lse=0 if d_lse is None else d_lse.data_ptr(), dq=axes(dq), dk=axes(dk), dv=axes(dv),
     )  # fmt: skip
     return dq, dk, dv

@@ -20,9 +20,11 @@ from polyhead.kernels.call import Call, Result, flat, intervals, rows
 from polyhead.kernels.dropout import keeps
 from polyhead.kernels.fused import comparable, even, flash, nan_kept, refuses, strided, with_positive_scale
 from polyhead.kernels.many import finite
+from polyhead.kernels.operands import check_operand, check_operands
 from polyhead.kernels.operators import define_attention
 from polyhead.kernels.reference import attend_intervals
 from polyhead.kernels.tiles import Tile, plan
+from polyhead.neighbourhood import broadcasts
 from polyhead.score import Dot
 
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
@@ -174,6 +176,25 @@ class _Work:
             into += ds.sum_to_size(into.shape).to(into.dtype)
 
 
+def _check(
+    q: Tensor, k: Tensor, v: Tensor, first: Tensor, stop: Tensor, added: tuple[Tensor | None, ...], plain: bool
+) -> None:  # fmt: skip
+    """Raise unless tiles lie within the tensors: torch's fused kernel believes what it is told."""
+    check_operands(q, k, v)
+    (batch, heads, queries, dim), keys = q.shape, k.shape[2]
+    if not plain and v.shape[1:] != (k.shape[1], keys, dim):
+        raise ValueError(f"v must have the shape of k, {tuple(k.shape)}, for the fused kernel, got {tuple(v.shape)}")
+    for name, x in (("first", first), ("stop", stop)):
+        if x.shape not in ((1, queries), (batch, queries)) or x.is_floating_point():
+            raise ValueError(
+                f"{name} must be integers (1 or {batch}, {queries}), got {x.dtype} of shape {tuple(x.shape)}"
+            )
+    pairs = (batch, heads, queries, keys)
+    for more in added:
+        if more is not None and (more.dim() != 4 or not broadcasts(tuple(more.shape), pairs)):
+            raise ValueError(f"mask and bias must broadcast to {pairs}, got {tuple(more.shape)}")
+
+
 def _cut(x: Tensor, tile: Tile) -> Tensor:
     """The part of (rows or 1, heads or 1, queries or 1, keys or 1) that a tile covers."""
     b, q, k = (tile.b0, tile.b1), (tile.q0, tile.q1), (tile.k0, tile.k1)
@@ -295,6 +316,7 @@ def _tiled(
     q: Tensor, k: Tensor, v: Tensor, first: Tensor, stop: Tensor, mask: Tensor | None, table: Tensor | None,
     bias: Tensor | None, seed: Tensor | None, scale: float, dropout: float, plain: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    _check(q, k, v, first, stop, (mask, bias), plain)
     options = first, stop, mask, table, bias, seed, scale, dropout
     work = _Work(q, *options, plain, k.shape[-2])
     out, lse = _outputs(q, v)
@@ -338,6 +360,12 @@ def _tiled_backward(
     stop: Tensor, mask: Tensor | None, table: Tensor | None, bias: Tensor | None, seed: Tensor | None, scale: float,
     dropout: float, plain: bool, needed: list[bool],
 ) -> tuple[Tensor, ...]:  # fmt: skip
+    _check(q, k, v, first, stop, (mask, bias), plain)
+    batch, heads, queries, _ = q.shape
+    check_operand("d_out", d_out, (batch, heads, queries, v.shape[3]), v)
+    check_operand("out", out, (batch, heads, queries, v.shape[3]), v)
+    check_operand("lse", lse, (batch, heads, queries), lse)
+    check_operand("d_lse", d_lse, (batch, heads, queries), lse)
     options = first, stop, mask, table, bias, seed, scale, dropout
     work = _Work(q, *options, plain, k.shape[-2])
     wide = torch.promote_types(q.dtype, torch.float32)

@@ -105,6 +105,30 @@ class Neighbourhood(ABC):
         """The tensors that it points to."""
         return tuple(tensor for name in self.tensors if (tensor := getattr(self, name)) is not None)
 
+    def __copy__(self) -> Neighbourhood:
+        """Another one with the same tensors, which need no second check."""
+        twin = object.__new__(type(self))
+        vars(twin).update(vars(self))
+        return twin
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Check what is unpickled as what is constructed: a file may hold anything, and kernels follow what it says."""
+        try:
+            self._restore(state)
+        except (KeyError, IndexError, TypeError, AttributeError, RuntimeError) as error:
+            name, got = type(self).__name__, ", ".join(state) if isinstance(state, dict) else type(state).__name__
+            raise ValueError(f"{name}: its pickled state must be one that {name} writes, got {got}") from error
+        # what a caller has hung on it; of the flags above only a class of somebody's own may have other values
+        free = "_restore" not in vars(type(self))
+        more = {
+            name: x for name, x in state.items() if name not in vars(self) and (free or not hasattr(type(self), name))
+        }
+        vars(self).update(more)
+
+    def _restore(self, state: dict[str, Any]) -> None:
+        """Build this from `vars` of another; where a constructor checks its arguments, by that constructor."""
+        vars(self).update(state)
+
     def __and__(self, other: Neighbourhood | Tensor) -> Neighbourhood:
         if not isinstance(other, (Neighbourhood, Tensor)):
             return NotImplemented
@@ -144,6 +168,9 @@ class Dense(Neighbourhood):
     def allows(self, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return torch.ones(torch.broadcast_shapes(query.shape, key.shape), dtype=torch.bool, device=key.device)
 
+    def _restore(self, state: dict[str, Any]) -> None:
+        pass
+
 
 class Mask(Neighbourhood):
     """Any pattern, as a tensor `(..., heads or 1, queries, keys)` that is True where attention may go."""
@@ -178,6 +205,10 @@ class Mask(Neighbourhood):
         self.keep = keep[None] if keep.dim() == 2 else keep
         self.by_head = self.keep.shape[-3] > 1
         self._pairs = keep.dim() == 2
+
+    def _restore(self, state: dict[str, Any]) -> None:
+        keep = state["keep"]
+        Mask.__init__(self, keep[0] if state["_pairs"] and len(keep) == 1 else keep)
 
     def check(self, sizes: Sizes) -> None:
         shape, wanted = tuple(self.keep.shape), (*sizes.batch, sizes.heads, sizes.queries, sizes.keys)
@@ -240,6 +271,11 @@ class Both(Neighbourhood):
         self.by_head = any(part.by_head for part in parts)
         self.along_keys = any(part.along_keys for part in parts)
         _check_places(parts)
+
+    def _restore(self, state: dict[str, Any]) -> None:
+        if not state["parts"] or not all(isinstance(part, Neighbourhood) for part in state["parts"]):
+            raise ValueError(f"Both: its parts must be neighbourhoods, got {state['parts']!r:.80}")
+        Both.__init__(self, *state["parts"])
 
     @property
     def grid(self) -> Lattice | None:
@@ -307,6 +343,9 @@ class Rows(Neighbourhood):
     def __init__(self, over: Neighbourhood, batch: tuple[int, ...], rows: tuple[slice, ...]) -> None:
         self.over, self.batch, self.at, self.exact = over, batch, rows, over.exact
         self.by_head = over.by_head
+
+    def _restore(self, state: dict[str, Any]) -> None:
+        Rows.__init__(self, state["over"], state["batch"], state["at"])
 
     @property
     def grid(self) -> Lattice | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int, Integer
@@ -12,7 +13,7 @@ from torch.utils import _pytree as pytree
 from polyhead._checks import LARGEST, WrongType, as_tensor, check_integer, shown
 from polyhead._torch import numbers_hidden, widened
 from polyhead.neighbourhood.base import Neighbourhood, Sizes, neighbourhood, parts
-from polyhead.neighbourhood.order import order
+from polyhead.neighbourhood.order import Order, check_form, check_ids, order
 
 
 class Graph(Neighbourhood):
@@ -48,6 +49,26 @@ class Graph(Neighbourhood):
         self.weights = None if weights is None else _weights(weights, edge_index.shape[1])
         # of a graph that was filtered: what its edges were numbered before
         self.edge_ids: Int[Tensor, " edges"] | None = None
+
+    def _restore(self, state: dict[str, Any]) -> None:
+        given, ids, size = Order(*state["order"]), state["edge_ids"], (state["sources"], state["destinations"])
+        check_form(given, *size)
+        (self.sources, self.destinations), self.order = size, given
+        if numbers_hidden(given.edge):
+            return super()._restore(state)
+        check_ids(given, *size)
+        # sorted anew, into arrays that nobody else holds
+        Graph.__init__(self, self.edge_index, size, state["features"], state["weights"])
+        if not all(map(torch.equal, self.order, given)):
+            raise ValueError(
+                "Graph: order must be sorted by destination and by source, got another; make the graph anew"
+            )
+        if ids is not None and (ids.shape != (self.num_edges,) or ids.is_floating_point()):
+            raise ValueError(
+                f"Graph: edge_ids must be integers ({self.num_edges},), got {ids.dtype} of shape {tuple(ids.shape)}"
+            )
+        self.edge_ids = ids
+        return None
 
     @property
     def num_edges(self) -> int:

@@ -150,6 +150,10 @@ class Grid(_OnLattice):
         self.full = self.window is None
         self.exact = self.full or (len(self.sizes) == 1 and self.dilation == (1,) and not self.prefix)
 
+    def _restore(self, state: dict[str, Any]) -> None:
+        options = {name: state[name] for name in ("window", "dilation", "stride", "outputs", "prefix")}
+        Grid.__init__(self, *state["sizes"], **options)
+
     def __eq__(self, other: object) -> bool:
         return type(other) is Grid and vars(self) == vars(other)
 
@@ -284,6 +288,34 @@ class Offsets(_OnLattice):
             # a key that a head sees at two offsets is one key
             seen = (index[..., :place] == index[..., place, None]).any(-1)
             index[..., place] = index[..., place].masked_fill(seen, -1)
+        return index
+
+    def _restore(self, state: dict[str, Any]) -> None:
+        self._place(state["sizes"], state["stride"], state["outputs"])
+        index = self._checked(state["index"].clone())
+        # offsets are not kept, but the keys that they lead to: any will do for what else there is to check
+        any_offset = torch.zeros(1, len(self.sizes), dtype=torch.long, device=index.device)
+        Offsets.__init__(
+            self, any_offset, self.sizes, stride=self.stride, outputs=self.outputs, padding=state["padding"]
+        )
+        self.heads, _, self.several = index.shape
+        self.by_head, self.index = self.heads > 1, index
+
+    def _checked(self, index: Int[Tensor, "heads queries several"]) -> Int[Tensor, "heads queries several"]:
+        """An index from elsewhere, if it could be one of `_index`: it names keys that are there, and none of them twice."""
+        queries, last = math.prod(self.outputs), math.prod(self.sizes) - 1
+        if index.dtype != torch.long or index.dim() != 3 or index.shape[1] != queries or not index.numel():
+            raise ValueError(
+                f"Offsets: index must be int64 (heads, {queries}, several), got {index.dtype} of shape {tuple(index.shape)}"
+            )
+        if numbers_hidden(index):
+            return index
+        low, high = (int(end) for end in index.aminmax())
+        if low < -1 or high > last:
+            raise ValueError(f"Offsets: index must lie from -1 to {last}, got {low} to {high}")
+        ranked = index.sort(-1).values
+        if bool(((ranked.diff(dim=-1) == 0) & (ranked[..., 1:] >= 0)).any()):
+            raise ValueError("Offsets: index must name a key once per head and query, got one twice")
         return index
 
     def check(self, sizes: Sizes) -> None:

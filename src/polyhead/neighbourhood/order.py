@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -44,6 +45,45 @@ def order(edge_index: Integer[Tensor, "2 edges"], sources: int, destinations: in
         return Order(*torch.ops.polyhead.sort_edges(edge_index, sources, destinations))
 
 
+def check_form(order: Sequence[Tensor], sources: int, destinations: int) -> None:
+    """Raise where arrays are not the six that `order` makes of so many nodes, whatever numbers are in them."""
+    if len(order) != len(Order._fields):
+        raise ValueError(f"Graph: order must have the arrays {', '.join(Order._fields)}, got {len(order)}; {_REMEDY}")
+    edges = order[1].numel()
+    lengths = (destinations + 1, edges, edges, sources + 1, edges, edges)
+    for name, x, length in zip(Order._fields, order, lengths, strict=True):
+        if x.dtype != torch.int32 or x.shape != (length,) or not x.is_contiguous():
+            raise ValueError(
+                f"Graph: order.{name} must be int32 of shape ({length},) without gaps, got {x.dtype} of shape {tuple(x.shape)}; {_REMEDY}"
+            )
+
+
+def check_ids(order: Order, sources: int, destinations: int) -> None:
+    """Raise where arrays of the right form hold ids of nodes or edges that are not there, or of an edge twice."""
+    edges = len(order.edge)
+    limits = (edges + 1, sources, edges, edges + 1, edges, destinations)
+    for name, x, limit in zip(Order._fields, order, limits, strict=True):
+        low, high = (int(end) for end in x.aminmax()) if x.numel() else (0, limit - 1)
+        if low < 0 or high >= limit:
+            raise ValueError(f"Graph: order.{name} must hold numbers in [0, {limit}), got {low} to {high}; {_REMEDY}")
+    for name, x in (("first", order.first), ("out_first", order.out_first)):
+        if int(x[0]) != 0 or int(x[-1]) != edges or bool((x.diff() < 0).any()):
+            raise ValueError(f"Graph: order.{name} must rise from 0 to {edges}, got {_some(x)}; {_REMEDY}")
+    for name, x in (("edge", order.edge), ("out_place", order.out_place)):
+        if bool((x.bincount(minlength=edges) != 1).any()):
+            raise ValueError(
+                f"Graph: order.{name} must hold each number in [0, {edges}) once, got {_some(x)}; {_REMEDY}"
+            )
+
+
+_REMEDY = "make the graph anew by Graph(edge_index), and leave its order alone"
+
+
+def _some(x: Tensor) -> str:
+    shown = ", ".join(map(str, x[:8].tolist()))
+    return f"[{shown}{', …' if len(x) > 8 else ''}]"
+
+
 pytree._register_namedtuple(Order, serialized_type_name="polyhead.neighbourhood.order.Order")
 
 # torch.library.custom_op would import the whole compiler at the first call
@@ -66,13 +106,19 @@ def _(edge_index: Tensor, sources: int, destinations: int) -> tuple[Tensor, ...]
 
 @torch.library.impl("polyhead::sort_edges", ("cpu", "cuda", "mps", "xpu"), lib=_library)
 def _sort_edges(edge_index: Tensor, sources: int, destinations: int) -> tuple[Tensor, ...]:
+    if edge_index.dim() != 2 or edge_index.shape[0] != 2 or min(sources, destinations) < 0:
+        raise ValueError(
+            f"edge_index must be (2, edges) among 0 or more nodes, got shape {tuple(edge_index.shape)}, {sources} sources and "
+            f"{destinations} destinations"
+        )
     limit = 2**31 - 1
     if max(edge_index.shape[1], sources, destinations) >= limit:
         raise ValueError(
             f"edge_index: {edge_index.shape[1]} edges and {sources} nodes; there may be fewer than {limit}"
         )
     if native is None or not edge_index.is_cpu or edge_index.dtype not in (torch.int32, torch.int64):
-        return tuple(_argsorted(edge_index.long(), sources, destinations))
+        # a copy of our own: what is checked is what is sorted
+        return tuple(_argsorted(edge_index.to(torch.long, copy=True), sources, destinations))
     made = _room(edge_index, sources, destinations)
     source, destination = edge_index.unbind(0)
     wrong = native.sort_edges(

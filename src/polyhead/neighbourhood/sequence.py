@@ -39,6 +39,11 @@ class Causal(_Band):
     def __init__(self) -> None:
         super().__init__(None, 0)
 
+    def _restore(self, state: dict[str, Any]) -> None:
+        if (state["left"], state["right"]) != (None, 0):
+            raise ValueError(f"Causal: it must reach from the first key to the query, got {state!r:.80}")
+        Causal.__init__(self)
+
     def __repr__(self) -> str:
         return "Causal()"
 
@@ -51,6 +56,9 @@ class Window(_Band):
 
     def __init__(self, left: int, right: int | None = None) -> None:
         super().__init__(_reach("left", left), _reach("right", left if right is None else right))
+
+    def _restore(self, state: dict[str, Any]) -> None:
+        Window.__init__(self, state["left"], state["right"])
 
 
 def _reach(name: str, given: object) -> Any:
@@ -91,6 +99,20 @@ class Padding(Neighbourhood):
                 raise ValueError(f"Padding: a length is {int(given.min())}; lengths must be 0 or more")
             self.first, self.stop = torch.zeros_like(given), given
         self.exact = self.keep is None
+
+    def _restore(self, state: dict[str, Any]) -> None:
+        keep, first, stop, keys = (state[name] for name in ("keep", "first", "stop", "keys"))
+        given = stop if keep is None else keep
+        if (given.dtype == torch.bool) == (keep is None):
+            raise ValueError(f"Padding: keep must be bool and stop whole numbers, got {given.dtype}")
+        Padding.__init__(self, given, queries=state["queries"])
+        if keep is None and keys is not None:
+            # of a bool tensor whose real keys are one stretch, only the ends were kept
+            lost = (first < 0) | (first > stop) | (stop > keys)
+            form = first.dtype == stop.dtype == torch.long and first.shape == stop.shape and type(keys) is int
+            if not form or (not numbers_hidden(lost) and bool(lost.any())):
+                raise ValueError(f"Padding: first and stop must lie from 0 to {keys!r} keys, got {first} and {stop}")
+            self.first, self.keys = first, keys
 
     def check(self, sizes: Sizes) -> None:
         if self.keys is None and tuple(self.stop.shape) == (*sizes.batch, sizes.keys):
@@ -164,6 +186,9 @@ class Segments(Neighbourhood):
         self.query_ids = None if query_ids is None else _ids("query_ids", query_ids)
         self.exact = not numbers_hidden(self.ids) and _contiguous(self.ids)
         self.along_keys = query_ids is None
+
+    def _restore(self, state: dict[str, Any]) -> None:
+        Segments.__init__(self, state["ids"], state["query_ids"])
 
     def check(self, sizes: Sizes) -> None:
         for name, ids, items, size in (

@@ -48,6 +48,11 @@ struct ByDestination {
         return s;
     }
 
+    // what edges are numbered was checked before the first half
+    bool in_range(int64_t begin, int64_t end) const {
+        return in.problem.kind != DOT || all_below(in.problem.source + begin, end - begin, in.problem.sources);
+    }
+
     void whole(int64_t part, int thread, int64_t node, int64_t begin, int64_t end) const {
         Bench b = bench(thread);
         Sums sums{b.total, b.queries};
@@ -87,7 +92,7 @@ struct ByDestination {
             Coefficients<T> ds{between.ds + at * in.shape.heads, in.shape.heads, 1};
             if (in.problem.kind == DOT) {
                 for (int64_t e = 0; e < count; ++e) b.k_rows[e] = in.k + in.problem.source[at + e] * in.k_row;
-                Next next = next_edges(b.asked, at + count, in.block, in.problem.first[in.problem.destinations]);
+                Next next = next_edges(b.asked, at + count, in.block, in.problem.edges);
                 loops.accumulate(in.shape, ds, b.k_rows, count, at == begin, sums.queries, ahead(next));
                 continue;
             }

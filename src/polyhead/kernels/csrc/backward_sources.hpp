@@ -65,6 +65,12 @@ struct BySource {
         return s;
     }
 
+    bool in_range(int64_t begin, int64_t end) const {
+        const Problem &p = in.problem;
+        return all_below(between.to.out_destination + begin, end - begin, p.destinations) &&
+               all_below(between.to.out_place + begin, end - begin, p.edges);
+    }
+
     void whole(int64_t part, int thread, int64_t node, int64_t begin, int64_t end) const {
         Bench b = bench(thread);
         Sums sums{b.total, b.keys, b.values};
@@ -109,7 +115,7 @@ struct BySource {
         for (int64_t at = begin; at < end; at += in.block) {
             int64_t count = end - at < in.block ? end - at : in.block, quads = (count + 3) / 4;
             bool fresh = at == begin;
-            Next next = next_edges(b.asked, at + count, in.block, between.to.out_first[in.problem.sources]);
+            Next next = next_edges(b.asked, at + count, in.block, in.problem.edges);
             gather(b, at, count, quads);
             ask_records(next);
             score(b, node, quads, next);

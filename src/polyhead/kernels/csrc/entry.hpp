@@ -2,6 +2,7 @@
 #pragma once
 
 #include "hash.hpp"
+#include "ids.hpp"
 #include "parts.hpp"
 #include "problem.hpp"
 #include "quads.hpp"
@@ -69,6 +70,9 @@ struct Entry {
     }
 
     uint32_t head_hash(int64_t h) const { return hash_head(problem.seed, number * shape.heads + h); }
+
+    // whether edges are looked up by their numbers
+    bool numbered() const { return inside || features || weights; }
 };
 
 // The edges to ask memory for while [at, at + count) are worked on: those up to a block further on that were not asked

@@ -54,6 +54,12 @@ struct Forward {
         return s;
     }
 
+    bool in_range(int64_t begin, int64_t end) const {
+        const Problem &p = in.problem;
+        return all_below(p.source + begin, end - begin, p.sources) &&
+               (!in.numbered() || all_below(p.edge + begin, end - begin, p.edges));
+    }
+
     void whole(int64_t, int thread, int64_t node, int64_t begin, int64_t end) const {
         T *values = out + node * in.row;
         if (begin == end) {
@@ -116,7 +122,7 @@ struct Forward {
             int64_t count = end - at < in.block ? end - at : in.block, quads = (count + 3) / 4;
             bool fresh = at == begin;
             gather(b, at, count, quads);
-            Next next = next_edges(b.asked, at + count, in.block, in.problem.first[in.problem.destinations]);
+            Next next = next_edges(b.asked, at + count, in.block, in.problem.edges);
             score(b, node, quads, ahead_keys(next));
             fill_tail(b.scores + (quads - 1) * in.width, in.shape.heads, count - 4 * (quads - 1), NEGATIVE_INFINITY<T>);
             softmax(b, quads, fresh, sums);
@@ -236,14 +242,16 @@ struct Forward {
 };
 
 template <class T>
-bool forward(const Problem &p, const Result &result) {
+Status forward(const Problem &p, const Result &result) {
+    Starts first;
+    if (const Status status = first.copy(p.first, p.destinations, p.edges)) return status;
     Loops<T> loops = loops_for<T>(p.dim);
     const int gathered = p.v && p.kind != GAT ? 2 : 1;
     Entry<T> shape(p, 0, gathered);
     Scratch threads, slots;
-    int64_t parts = count_parts(p.first[p.destinations]);
-    if (!threads.reserve_zeros(p.threads * ((Forward<T>::bench_bytes(shape) + 63) / 64 * 64))) return false;
-    if (!slots.reserve(2 * parts * ((Forward<T>::slot_bytes(shape) + 63) / 64 * 64))) return false;
+    int64_t parts = count_parts(p.edges);
+    if (!threads.reserve_zeros(p.threads * ((Forward<T>::bench_bytes(shape) + 63) / 64 * 64))) return NO_MEMORY;
+    if (!slots.reserve(2 * parts * ((Forward<T>::slot_bytes(shape) + 63) / 64 * 64))) return NO_MEMORY;
     for (int64_t number = 0; number < p.batch; ++number) {
         Entry<T> in(p, number, gathered);
         Forward<T> work{in,
@@ -252,9 +260,9 @@ bool forward(const Problem &p, const Result &result) {
                         offset<T>(result.lse, number * p.destinations * p.heads),
                         threads.as<char>(),
                         slots.as<char>()};
-        over_parts(work, p.first, p.destinations, p.threads, thread_number);
+        if (!over_parts(work, first.get(), p.destinations, p.threads, thread_number)) return OUT_OF_RANGE;
     }
-    return true;
+    return DONE;
 }
 
 }  // namespace

@@ -20,7 +20,7 @@ struct Gather {
     T *out(int64_t node) const { return static_cast<T *>(in.out) + node * in.width; }
 
     void run(int thread, int64_t begin, int64_t end, T *into) const {
-        const int64_t block = block_edges(in.width * int64_t(sizeof(T))), edges = in.first[in.destinations];
+        const int64_t block = block_edges(in.width * int64_t(sizeof(T))), edges = in.edges;
         const T *rows[MOST_EDGES];
         if (begin == end)
             for (int64_t x = 0; x < in.width; ++x) into[x] = 0;
@@ -34,6 +34,7 @@ struct Gather {
         }
     }
 
+    bool in_range(int64_t begin, int64_t end) const { return all_below(in.source + begin, end - begin, in.sources); }
     void whole(int64_t, int thread, int64_t node, int64_t begin, int64_t end) const {
         run(thread, begin, end, out(node));
     }
@@ -49,20 +50,21 @@ struct Gather {
 };
 
 template <class T>
-bool gather_sum(const GatherSum &in) {
+Status gather_sum(const GatherSum &in) {
+    Starts first;
+    if (const Status status = first.copy(in.first, in.destinations, in.edges)) return status;
     // "heads" of one vector each: the tiles then take eight of them at a time
     const int64_t dim = in.width % NATIVE<T> ? 8 : NATIVE<T>;
     Loops<T> loops = loops_for<T>(dim);
     Scratch slots, ones, asked;
-    if (!slots.reserve(2 * count_parts(in.first[in.destinations]) * in.width * sizeof(T))) return false;
+    if (!slots.reserve(2 * count_parts(in.edges) * in.width * sizeof(T))) return NO_MEMORY;
     // a coefficient is looked up at its quad, whatever the strides
     const int64_t count = MOST_EDGES * (in.width / dim);
-    if (!ones.reserve(count * sizeof(T))) return false;
-    if (!asked.reserve_zeros(in.threads * 64)) return false;
+    if (!ones.reserve(count * sizeof(T))) return NO_MEMORY;
+    if (!asked.reserve_zeros(in.threads * 64)) return NO_MEMORY;
     for (int64_t x = 0; x < count; ++x) ones.as<T>()[x] = 1;
     Gather<T> work{in, loops, {in.width / dim, dim}, slots.as<char>(), ones.as<T>(), asked.as<int64_t>()};
-    over_parts(work, in.first, in.destinations, in.threads, thread_number);
-    return true;
+    return over_parts(work, first.get(), in.destinations, in.threads, thread_number) ? DONE : OUT_OF_RANGE;
 }
 
 }  // namespace

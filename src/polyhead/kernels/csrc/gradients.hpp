@@ -15,7 +15,7 @@ struct BackwardScratch {
 
     BackwardScratch(const Entry<T> &in, const Gradients &to, int64_t parts, int64_t lanes) {
         const Problem &p = in.problem;
-        const int64_t edges = p.first[p.destinations], wide = sizeof(T);
+        const int64_t edges = p.edges, wide = sizeof(T);
         const int64_t map_row = p.edge_features * in.row;
         const int64_t bench = line(BySource<T>::bench_bytes(in), ByDestination<T>::bench_bytes(in));
         const int64_t slot = line(BySource<T>::slot_bytes(in), ByDestination<T>::slot_bytes(in));
@@ -85,14 +85,19 @@ Between<T> between_of(const Entry<T> &in, const Gradients &to, BackwardScratch<T
 }
 
 template <class T>
-bool backward(const Problem &p, const Gradients &to) {
+Status backward(const Problem &p, const Gradients &to) {
+    Starts first, out_first;
+    if (const Status status = first.copy(p.first, p.destinations, p.edges)) return status;
+    if (const Status status = out_first.copy(to.out_first, p.sources, p.edges)) return status;
     Loops<T> loops = loops_for<T>(p.dim);
-    const int64_t parts = count_parts(p.first[p.destinations]);
+    const int64_t parts = count_parts(p.edges);
     const int gathered = p.kind == GAT ? 1 : 2;
     Entry<T> shape(p, 0, gathered);
+    // all of them: from the sources' side they are looked up in any order
+    if (shape.numbered() && !all_below(p.edge, p.edges, p.edges)) return OUT_OF_RANGE;
     const int64_t map_row = p.edge_features * shape.row;
     BackwardScratch<T> scratch(shape, to, parts, loops.lanes);
-    if (!scratch.ready) return false;
+    if (!scratch.ready) return NO_MEMORY;
     Between<T> all = between_of(shape, to, scratch, loops.lanes);
     if (all.da) clear(all.da_parts, parts * shape.row);
     if (all.map_parts) clear(all.map_parts, parts * map_row);
@@ -104,12 +109,12 @@ bool backward(const Problem &p, const Gradients &to) {
         Between<T> between = between_of(in, to, scratch, loops.lanes);
         make_stats(in, between);
         BySource<T> sources{in, loops, between, threads, slots};
-        over_parts(sources, to.out_first, p.sources, p.threads, thread_number);
+        if (!over_parts(sources, out_first.get(), p.sources, p.threads, thread_number)) return OUT_OF_RANGE;
         ByDestination<T> destinations{in, loops, between, threads, slots};
-        over_parts(destinations, p.first, p.destinations, p.threads, thread_number);
+        if (!over_parts(destinations, first.get(), p.destinations, p.threads, thread_number)) return OUT_OF_RANGE;
     }
     finish_parts(shape, to, all, parts);
-    return true;
+    return DONE;
 }
 
 }  // namespace

@@ -29,6 +29,12 @@ void check(bool done) {
     if (!done) throw std::bad_alloc();
 }
 
+// False: an id names no node or edge, and what was written means nothing.
+bool followed(Status status) {
+    check(status != NO_MEMORY);
+    return status != OUT_OF_RANGE;
+}
+
 int64_t sort(Pointer sources, int64_t sources_stride, Pointer destinations, int64_t destinations_stride, bool wide,
              int64_t edges, int64_t num_sources, int64_t num_destinations, Pointer first, Pointer source, Pointer edge,
              Pointer out_first, Pointer out_place, Pointer out_destination) {
@@ -39,38 +45,38 @@ int64_t sort(Pointer sources, int64_t sources_stride, Pointer destinations, int6
                        out_int(out_destination)});
 }
 
-void forward(int kind, bool wide, int64_t batch, int64_t sources, int64_t destinations, int64_t heads, int64_t dim,
+bool forward(int kind, bool wide, int64_t batch, int64_t sources, int64_t destinations, int64_t edges, int64_t heads, int64_t dim,
              int64_t edge_features, Pointer q, Pointer k, Pointer v, Pointer a, Pointer inside, Pointer features,
              Pointer map, Pointer weights, Pointer first, Pointer source, Pointer edge, Pointer out_, Pointer lse,
              double factor, double dropout, int64_t threshold, int32_t seed, int threads) {
     nb::gil_scoped_release free;
-    Problem p{kind, wide, batch, sources, destinations, heads, dim, edge_features, in(q), in(k), in(v), in(a),
+    Problem p{kind, wide, batch, sources, destinations, edges, heads, dim, edge_features, in(q), in(k), in(v), in(a),
               in(inside), in(features), in(map), in(weights), in<int32_t>(first), in<int32_t>(source), in<int32_t>(edge),
               factor, dropout, threshold, seed, threads};
-    check(kernels_in_use().forward(p, {out(out_), out(lse)}));
+    return followed(kernels_in_use().forward(p, {out(out_), out(lse)}));
 }
 
-void backward(int kind, bool wide, int64_t batch, int64_t sources, int64_t destinations, int64_t heads, int64_t dim,
+bool backward(int kind, bool wide, int64_t batch, int64_t sources, int64_t destinations, int64_t edges, int64_t heads, int64_t dim,
               int64_t edge_features, Pointer q, Pointer k, Pointer v, Pointer a, Pointer inside, Pointer features,
               Pointer map, Pointer weights, Pointer first, Pointer source, Pointer edge, Pointer out_first,
               Pointer out_place, Pointer out_destination, Pointer out_, Pointer lse, Pointer d_out, Pointer d_lse,
               Pointer dq, Pointer dk, Pointer dv, Pointer da, Pointer d_inside, Pointer d_weights, Pointer d_features,
               Pointer d_map, double factor, double dropout, int64_t threshold, int32_t seed, int threads) {
     nb::gil_scoped_release free;
-    Problem p{kind, wide, batch, sources, destinations, heads, dim, edge_features, in(q), in(k), in(v), in(a),
+    Problem p{kind, wide, batch, sources, destinations, edges, heads, dim, edge_features, in(q), in(k), in(v), in(a),
               in(inside), in(features), in(map), in(weights), in<int32_t>(first), in<int32_t>(source), in<int32_t>(edge),
               factor, dropout, threshold, seed, threads};
     Gradients g{in<int32_t>(out_first), in<int32_t>(out_place), in<int32_t>(out_destination), in(out_), in(lse),
                 in(d_out), in(d_lse), out(dq), out(dk), out(dv), out(da), out(d_inside), out(d_weights),
                 out(d_features), out(d_map)};
-    check(kernels_in_use().backward(p, g));
+    return followed(kernels_in_use().backward(p, g));
 }
 
-void gather_sum(bool wide, int64_t destinations, int64_t width, Pointer v, Pointer first, Pointer source,
-                Pointer out_, int threads) {
+bool gather_sum(bool wide, int64_t sources, int64_t destinations, int64_t edges, int64_t width, Pointer v, Pointer first,
+                Pointer source, Pointer out_, int threads) {
     nb::gil_scoped_release free;
-    check(kernels_in_use().gather_sum(
-        {wide, destinations, width, in(v), in<int32_t>(first), in<int32_t>(source), out(out_), threads}));
+    return followed(kernels_in_use().gather_sum(
+        {wide, sources, destinations, edges, width, in(v), in<int32_t>(first), in<int32_t>(source), out(out_), threads}));
 }
 
 void observe(int64_t heads, int64_t rows, int64_t columns, int64_t queries, int64_t keys, Pointer scores, int64_t column,
@@ -212,15 +218,15 @@ NB_MODULE(_native, m) {
     m.def("sort_edges", &sort, "sources"_a, "sources_stride"_a, "destinations"_a, "destinations_stride"_a, "wide"_a,
           "edges"_a, "num_sources"_a, "num_destinations"_a, "first"_a, "source"_a, "edge"_a, "out_first"_a,
           "out_place"_a, "out_destination"_a);
-    m.def("forward", &forward, "kind"_a, "double"_a, "batch"_a, "sources"_a, "destinations"_a, "heads"_a, "dim"_a,
+    m.def("forward", &forward, "kind"_a, "double"_a, "batch"_a, "sources"_a, "destinations"_a, "edges"_a, "heads"_a, "dim"_a,
           "edge_features"_a, "q"_a, "k"_a, "v"_a, "a"_a, "inside"_a, "features"_a, "map"_a, "weights"_a, "first"_a,
           "source"_a, "edge"_a, "out"_a, "lse"_a, "factor"_a, "dropout"_a, "threshold"_a, "seed"_a, "threads"_a);
-    m.def("backward", &backward, "kind"_a, "double"_a, "batch"_a, "sources"_a, "destinations"_a, "heads"_a, "dim"_a,
+    m.def("backward", &backward, "kind"_a, "double"_a, "batch"_a, "sources"_a, "destinations"_a, "edges"_a, "heads"_a, "dim"_a,
           "edge_features"_a, "q"_a, "k"_a, "v"_a, "a"_a, "inside"_a, "features"_a, "map"_a, "weights"_a, "first"_a,
           "source"_a, "edge"_a, "out_first"_a, "out_place"_a, "out_destination"_a, "out"_a, "lse"_a, "d_out"_a,
           "d_lse"_a, "dq"_a, "dk"_a, "dv"_a, "da"_a, "d_inside"_a, "d_weights"_a, "d_features"_a, "d_map"_a, "factor"_a,
           "dropout"_a, "threshold"_a, "seed"_a, "threads"_a);
-    m.def("gather_sum", &gather_sum, "double"_a, "destinations"_a, "width"_a, "v"_a, "first"_a, "source"_a,
+    m.def("gather_sum", &gather_sum, "double"_a, "sources"_a, "destinations"_a, "edges"_a, "width"_a, "v"_a, "first"_a, "source"_a,
           "out"_a, "threads"_a);
     m.def("observe", &observe, "heads"_a, "rows"_a, "columns"_a, "queries"_a, "keys"_a, "scores"_a, "column"_a, "first"_a,
           "stop"_a, "key_bias"_a, "most"_a, "sum"_a, "high"_a, "low"_a, "position"_a, "row_weights"_a, "key_weights"_a, "sums"_a,

@@ -51,13 +51,19 @@ inline Part part_of(const int32_t *first, int64_t nodes, int64_t index, int64_t 
 }
 
 // Work on all nodes: `work.whole` for a node within a part, `piece` for one that a boundary cuts, then `merge` and `finish`.
+// A part whose ids are not `in_range` is left out, and the result is false.
 template <class Work>
-void over_parts(Work &work, const int32_t *first, int64_t nodes, int threads, int (*thread_number)()) {
+bool over_parts(Work &work, const int32_t *first, int64_t nodes, int threads, int (*thread_number)()) {
     const int64_t parts = count_parts(first[nodes]);
-#pragma omp parallel for num_threads(threads) schedule(dynamic, 1)
+    int outside = 0;
+#pragma omp parallel for num_threads(threads) schedule(dynamic, 1) reduction(| : outside)
     for (int64_t index = 0; index < parts; ++index) {
         Part part = part_of(first, nodes, index, parts);
         int thread = thread_number();
+        if (!work.in_range(part.begin, part.end)) {
+            outside = 1;
+            continue;
+        }
         if (first[part.node] > part.begin) {
             int64_t end = first[part.node] < part.end ? first[part.node] : part.end;
             work.piece(index, thread, part.node - 1, part.begin, end, 2 * index);
@@ -69,6 +75,7 @@ void over_parts(Work &work, const int32_t *first, int64_t nodes, int threads, in
                 work.piece(index, thread, node, first[node], part.end, 2 * index + 1);
         }
     }
+    if (outside) return false;
     for (int64_t index = 0; index + 1 < parts; ++index) {
         Part part = part_of(first, nodes, index, parts);
         int64_t node = part.node_end - 1;
@@ -77,6 +84,7 @@ void over_parts(Work &work, const int32_t *first, int64_t nodes, int threads, in
             work.merge(node, 2 * index + 1, 2 * other);
         work.finish(index, node, 2 * index + 1);
     }
+    return true;
 }
 
 constexpr size_t HUGE_PAGE = size_t(1) << 21;

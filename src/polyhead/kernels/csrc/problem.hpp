@@ -11,7 +11,7 @@ enum Kind { GAT = 0, GATV2 = 1, DOT = 2 };
 struct Problem {
     int kind;
     bool wide;  // double, else float
-    int64_t batch, sources, destinations, heads, dim, edge_features;
+    int64_t batch, sources, destinations, edges, heads, dim, edge_features;
     const void *q, *k, *v, *a, *inside, *features, *map, *weights;  // v null: the same tensor as k
     const int32_t *first, *source, *edge;                           // the edges, by destination
     double factor;                                                  // Dot: of the scores; else: LeakyReLU's slope
@@ -33,7 +33,7 @@ struct Gradients {
 
 struct GatherSum {
     bool wide;
-    int64_t destinations, width;
+    int64_t sources, destinations, edges, width;
     const void *v;
     const int32_t *first, *source;
     void *out;
@@ -151,12 +151,15 @@ struct Pieces {
     int threads;
 };
 
-// Every entry that can fail returns false when there is no memory for its scratch.
+// OUT_OF_RANGE: an id names no node or edge, and was not followed; what was written means nothing.
+enum Status { DONE, NO_MEMORY, OUT_OF_RANGE };
+
+// Entries that follow ids return a status; others that can fail return false when there is no memory for their scratch.
 struct Kernels {
     const char *name;
-    bool (*forward)(const Problem &, const Result &);
-    bool (*backward)(const Problem &, const Gradients &);
-    bool (*gather_sum)(const GatherSum &);
+    Status (*forward)(const Problem &, const Result &);
+    Status (*backward)(const Problem &, const Gradients &);
+    Status (*gather_sum)(const GatherSum &);
     void (*observe)(const Observation &);
     bool (*short_forward)(const Short &);
     bool (*short_backward)(const Short &, const ShortGradients &);

@@ -3,15 +3,18 @@
 namespace polyhead {
 namespace {
 
-// Counts, at one place further on: the sum over what stands before is then made where they stand.
+// Counts, at one place further on: the sum over what stands before is then made where they stand. Each id is read once (so
+// says volatile) and copied to where the second order will be: what is checked is what is sorted, whatever others write there.
 template <class I>
 int64_t count(const Edges &edges, const Order &order) {
-    const I *source = static_cast<const I *>(edges.sources), *destination = static_cast<const I *>(edges.destinations);
+    const volatile I *source = static_cast<const I *>(edges.sources), *destination = static_cast<const I *>(edges.destinations);
     for (int64_t e = 0; e < edges.count; ++e) {
         I s = source[e * edges.source_stride], d = destination[e * edges.destination_stride];
         if (s < 0 || s >= edges.num_sources || d < 0 || d >= edges.num_destinations) return e;
         ++order.out_first[s + 1];
         ++order.first[d + 1];
+        order.out_place[e] = int32_t(s);
+        order.out_destination[e] = int32_t(d);
     }
     return -1;
 }
@@ -26,12 +29,10 @@ void restore(int32_t *first, int64_t nodes) {
     first[0] = 0;
 }
 
-template <class I>
 void place(const Edges &edges, const Order &order) {
-    const I *source = static_cast<const I *>(edges.sources), *destination = static_cast<const I *>(edges.destinations);
     for (int64_t e = 0; e < edges.count; ++e) {
-        int32_t at = order.first[destination[e * edges.destination_stride]]++;
-        order.source[at] = int32_t(source[e * edges.source_stride]);
+        int32_t at = order.first[order.out_destination[e]]++;
+        order.source[at] = order.out_place[e];
         order.edge[at] = int32_t(e);
     }
     restore(order.first, edges.num_destinations);
@@ -52,7 +53,7 @@ int64_t sort(const Edges &edges, const Order &order) {
     if (wrong >= 0) return wrong;
     sum(order.first, edges.num_destinations);
     sum(order.out_first, edges.num_sources);
-    place<I>(edges, order);
+    place(edges, order);
     return -1;
 }
 
