@@ -23,7 +23,8 @@ import polyhead
 from polyhead.interop import huggingface
 from polyhead.interop.huggingface import masks
 from polyhead.interop.huggingface.attention import attention
-from polyhead.interop.huggingface.masks import LazyMask, mask
+from polyhead.interop.huggingface.lazy import Allowed, BoolMask, LazyMask
+from polyhead.interop.huggingface.masks import mask
 
 CLOSE = {"atol": 1e-4, "rtol": 1e-4}
 
@@ -111,7 +112,7 @@ def test_unknown_functions_are_left_to_transformers() -> None:
     odd = lambda batch, head, query, key: (query + key) % 2 == 0
     for function in (odd, masking_utils.or_masks(masking_utils.causal_mask_function, odd)):
         found = mask(BATCH, 7, 7, mask_function=function, allow_is_causal_skip=False)
-        assert type(found) is Tensor
+        assert type(found) is BoolMask
         assert torch.equal(found, masking_utils.sdpa_mask(BATCH, 7, 7, 0, 0, function, allow_is_causal_skip=False))
 
 
@@ -123,7 +124,7 @@ def test_a_function_that_does_something_else_is_not_trusted(monkeypatch: pytest.
     huggingface.register()
     try:
         found = mask(BATCH, 7, 7, mask_function=sliding_window_overlay(3), allow_is_causal_skip=False)
-        assert type(found) is Tensor
+        assert type(found) is BoolMask
         assert isinstance(mask(BATCH, 7, 7), LazyMask)
     finally:
         monkeypatch.undo()
@@ -136,8 +137,8 @@ def test_no_mask_is_built(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     _, ours = pair(name)
     given = batch(name, padded=True)
     built: list[str] = []
-    whole = masks.Allowed.numbers
-    monkeypatch.setattr(masks.Allowed, "numbers", lambda self: [built.append("lazy"), whole(self)][1])
+    whole = Allowed.numbers
+    monkeypatch.setattr(Allowed, "numbers", lambda self: [built.append("lazy"), whole(self)][1])
     theirs = masking_utils.sdpa_mask
     monkeypatch.setattr(masking_utils, "sdpa_mask", lambda *a, **k: [built.append("theirs"), theirs(*a, **k)][1])
     with torch.no_grad(), polyhead.capture(ours) as seen:
@@ -154,35 +155,80 @@ def some_mask() -> LazyMask:
     return made
 
 
+# a mask is made of a mask, and numbers or statements of one are ordinary tensors
+MASKS = [
+    lambda m: m[:, :, :, :5],
+    lambda m: m[:, :, -1:],
+    lambda m: m[0],
+    lambda m: torch.cat((m, m.new_ones(BATCH, 1, 9, 2)), -1),
+    lambda m: nn.functional.pad(m, (0, 3), value=True),
+    lambda m: m.clone().fill_(False),
+    lambda m: torch.logical_and(m, m, out=m.clone()),
+    lambda m: m.expand(-1, 4, -1, -1),
+    lambda m: m.repeat_interleave(2, 0),
+    lambda m: m & m.transpose(-2, -1),
+    lambda m: m | torch.eye(9, dtype=torch.bool),
+    lambda m: m.masked_fill(torch.eye(9, dtype=torch.bool), False),
+    lambda m: copy.deepcopy(m),
+]
+TENSORS = [
+    lambda m: ~m,
+    lambda m: m.logical_not(),
+    lambda m: m == 0,
+    lambda m: m.all() | m.any(),
+    lambda m: m.sum(-1),
+    lambda m: m.long(),
+    lambda m: torch.where(m, 0.0, -1e9),
+    lambda m: torch.zeros(9, 9).masked_fill(~m, -1e9),
+    lambda m: torch.ones(BATCH, 1, 9, 9)[m],
+    lambda m: torch.zeros_like(m, dtype=torch.float32),
+    lambda m: m.new_full((2, 2), 0.5, dtype=torch.float32),
+    lambda m: nn.functional.scaled_dot_product_attention(*torch.ones(3, BATCH, 1, 9, 8), attn_mask=m),
+    lambda m: torch.tensor(m.tolist()),
+    lambda m: torch.from_numpy(m.numpy()),
+    lambda m: torch.from_numpy(np.asarray(m)),
+    lambda m: torch.from_dlpack(m),
+    lambda m: torch.from_numpy(np.from_dlpack(m)).clone(),
+    lambda m: m.share_memory_(),
+    lambda m: pickle.loads(pickle.dumps(m)),
+]
+
+
+@pytest.mark.parametrize("use", MASKS + TENSORS)
+def test_a_lazy_mask_is_a_tensor(use: Callable[[Tensor], Tensor]) -> None:
+    expected = use(some_mask().numbers().clone())
+    kind = BoolMask if use in MASKS else Tensor
+    for mask_made in (some_mask(), BoolMask(some_mask().numbers())):
+        found = use(mask_made)
+        assert type(found) is kind
+        torch.testing.assert_close(found.numbers() if kind is BoolMask else found, expected, equal_nan=True)
+
+
 @pytest.mark.parametrize(
     "use",
     [
-        lambda m: m[:, :, :, :5],
-        lambda m: m[:, :, -1:],
-        lambda m: ~m,
-        lambda m: torch.where(m, 0.0, -1e9),
-        lambda m: torch.cat((m, m), -1),
+        lambda m: torch.zeros(9, 9) + m,
+        lambda m: torch.zeros(9, 9).sub_(m[0, 0]),
+        lambda m: torch.zeros(BATCH, 1, 9, 9).add_(m),
+        lambda m: torch.zeros(BATCH, 9, 9) + m[:, 0, :, :9],
+        lambda m: 1.0 - m,
+        lambda m: m * -1e9,
+        lambda m: torch.einsum("bhqk,k->bhq", m, torch.ones(9)),
+        lambda m: m / 2,
         lambda m: m.to(torch.float32),
-        lambda m: m.clone().fill_(False),
-        lambda m: m.expand(-1, 4, -1, -1),
-        lambda m: m & m.transpose(-2, -1),
-        lambda m: torch.tensor(m.tolist()),
-        lambda m: torch.from_numpy(m.numpy()),
-        lambda m: torch.from_numpy(np.asarray(m)),
-        lambda m: torch.from_dlpack(m),
-        lambda m: torch.from_numpy(np.from_dlpack(m)).clone(),
-        lambda m: m.share_memory_(),
-        lambda m: copy.deepcopy(m),
-        lambda m: pickle.loads(pickle.dumps(m)),
-        lambda m: m.all() | m.any(),
+        lambda m: m.type_as(torch.zeros(1)),
+        lambda m: m.clone().bfloat16(),
+        lambda m: torch.baddbmm(m[:, 0], *torch.ones(2, BATCH, 9, 9)),
+        lambda m: torch.cat((m, torch.zeros(BATCH, 1, 9, 2)), -1),
+        lambda m: torch.where(torch.eye(9, dtype=torch.bool), m, 0.5),
+        lambda m: torch.zeros(BATCH, 1, 9, 9).copy_(m),
     ],
 )
-def test_a_lazy_mask_is_a_tensor(use: Callable[[Tensor], Tensor]) -> None:
-    lazy = some_mask()
-    expected = use(lazy.clone())
-    found = use(some_mask())
-    assert type(found) is Tensor
-    assert torch.equal(found, expected)
+def test_nobody_calculates_with_a_mask(use: Callable[[Tensor], Tensor]) -> None:
+    use_as_number = r"^attention_mask must be used as a condition on attn_implementation='polyhead', got aten::"
+    for mask_made in (some_mask(), BoolMask(some_mask().numbers())):
+        with pytest.raises(ValueError, match=f"{use_as_number}.* use attn_implementation='eager'"):
+            use(mask_made)
 
 
 def test_a_lazy_mask_stays_one_where_it_can() -> None:
@@ -323,7 +369,12 @@ def test_transformers_must_not_be_too_old(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"cache": object()}, "cache: it is a object; it must be None"),
+        ({"cache": object()}, "cache must be None on attn_implementation='polyhead', got a object: "),
+        ({"indices": torch.ones(1, 3, 2)}, "indices must be None on attn_implementation='polyhead', got a Tensor: "),
+        (
+            {"block_indices": torch.ones(1)},
+            "block_indices must be None on attn_implementation='polyhead', got a Tensor",
+        ),
         ({"softcap": 0.0}, "softcap: it is 0.0; it must be more than 0"),
         ({"attention_mask": torch.ones(1, 1, 3, 3).long()}, "attention_mask: it is torch.int64; it must be bool"),
         ({"attention_mask": torch.ones(1, 1, 3, 4).bool()}, "Mask: keep has shape (1, 1, 3, 4); it must broadcast"),

@@ -10,12 +10,13 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from polyhead.attend import prepare, run
-from polyhead.interop.huggingface.masks import LazyMask, learn, mask
+from polyhead.interop.huggingface.lazy import BoolMask, LazyMask
+from polyhead.interop.huggingface.masks import learn, mask
+from polyhead.interop.huggingface.support import NAME, guard
 from polyhead.kernels.reference import weights
 from polyhead.neighbourhood import Causal, Neighbourhood, Window
 from polyhead.score import Dot, Score
 
-NAME = "polyhead"
 _INSTALL = "pip install 'transformers>=5.4'"
 
 
@@ -24,8 +25,9 @@ def register() -> None:
 
     After it, `AutoModel.from_pretrained(…, attn_implementation="polyhead")`, `from_config` and
     `model.set_attn_implementation("polyhead")` compute attention with polyhead's kernels, in training, evaluation and
-    generation. It adds one entry to each of transformers' tables, of attentions and of masks, and changes nothing else.
-    To call it again does no harm.
+    generation. It adds one entry to each of transformers' tables, of attentions and of masks, and has a model asked
+    before it takes the name: one that computes attention by itself refuses it with a `ValueError`. Other names are as
+    they were. To call it again does no harm.
 
     Raises:
         ImportError: where transformers is not installed, or is too old.
@@ -40,6 +42,7 @@ def register() -> None:
     if "q_offset" not in inspect.signature(masking_utils.sdpa_mask).parameters:
         raise ImportError(f"transformers: it is {transformers.__version__}; it must be 5.4 or newer: {_INSTALL}")
     learn(masking_utils)
+    guard()
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, mask)
 
@@ -57,6 +60,8 @@ def attention(
     s_aux: Float[Tensor, " heads"] | None = None,
     softcap: float | None = None,
     cache: object = None,
+    indices: Tensor | None = None,
+    block_indices: Tensor | None = None,
     output_attentions: bool | None = False,
     **_: Any,
 ) -> tuple[Float[Tensor, "batch queries heads value_dim"], Float[Tensor, "batch heads queries keys"] | None]:
@@ -64,11 +69,7 @@ def attention(
 
     Its other options are left unread, as transformers' own attentions do: a window is in the mask already.
     """
-    if cache is not None:
-        raise ValueError(
-            f"cache: it is a {type(cache).__name__}; it must be None, for polyhead reads no paged keys. "
-            "Use generate, or attn_implementation='sdpa'"
-        )
+    _refuse_found_keys(cache, indices=indices, block_indices=block_indices)
     query, key, value = _narrowed(query, key, value)
     over: Neighbourhood | Tensor | None = None
     bias, queries, keys = position_bias, query.shape[2], key.shape[2]
@@ -77,7 +78,7 @@ def attention(
         over, seen = allowed.over, allowed.seen
     elif attention_mask is not None:
         seen = keys
-        given = attention_mask if allowed is None else allowed.numbers()
+        given = attention_mask.numbers() if isinstance(attention_mask, BoolMask) else attention_mask
         if given.dtype == torch.bool:
             over = given
         elif given.is_floating_point():
@@ -97,6 +98,17 @@ def attention(
     if not output_attentions:
         return out, None
     return out, nn.functional.pad(weights(call).to(out.dtype), (0, keys - seen))
+
+
+def _refuse_found_keys(cache: object, **chosen: Tensor | None) -> None:
+    """Refuse keys that are found otherwise than by a mask: in pages, or by their numbers."""
+    for name, value in {"cache": cache, **chosen}.items():
+        if value is not None:
+            remedy = "use generate, or 'sdpa'" if name == "cache" else "use attn_implementation='eager'"
+            raise ValueError(
+                f"{name} must be None on attn_implementation='polyhead', got a {type(value).__name__}: keys are chosen by "
+                f"masks alone; {remedy}"
+            )
 
 
 class CappedDot(Score):

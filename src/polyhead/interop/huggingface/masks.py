@@ -1,4 +1,4 @@
-"""The masks of transformers' models: read as neighbourhoods, and built when somebody asks for their numbers."""
+"""The masks of transformers' models, read as neighbourhoods."""
 
 from __future__ import annotations
 
@@ -7,104 +7,11 @@ from types import CodeType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Bool
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from polyhead._torch import numbers_hidden
-from polyhead.neighbourhood import Causal, Dense, Neighbourhood, Padding, Segments, Sizes, Window
-
-
-class Allowed:
-    """Who may attend to whom in one batch, and the mask that says so, once somebody has asked for its numbers."""
-
-    def __init__(self, over: Neighbourhood, seen: int, shape: tuple[int, int, int, int], device: torch.device) -> None:
-        # among the first `seen` keys, to which alone anybody attends: a static cache has empty ones behind them
-        self.over, self.seen = over, seen
-        self.shape, self.device = shape, device
-        # somebody holds the numbers and may have written into them: `over` need not be true of them any more
-        self.given = False
-        self._numbers: Tensor | None = None
-
-    def numbers(self) -> Bool[Tensor, "batch 1 queries keys"]:
-        """The mask as an ordinary tensor, always the same one."""
-        if self._numbers is None:
-            batch, _, queries, keys = self.shape
-            # what is made in inference mode could not be cut outside of it
-            with torch.inference_mode(False):
-                keep = self.over.mask(Sizes((batch,), 1, queries, self.seen), self.device)
-                keep = keep.expand(batch, 1, queries, self.seen)
-                self._numbers = nn.functional.pad(keep, (0, keys - self.seen))
-        return self._numbers
-
-    def to(self, device: torch.device) -> Allowed:
-        over = pytree.tree_map_only(Tensor, lambda x: x.to(device), self.over)
-        return Allowed(over, self.seen, self.shape, device)
-
-
-class LazyMask(Tensor):
-    """The mask `(batch, 1, queries, keys)` of a model, that has not been built: it knows who may attend to whom.
-
-    The attention reads `allowed`. For everyone else it is a bool tensor whose numbers are made when they are asked for: a
-    model may cut it, move it, join it or write into it, and gets what it would get from transformers' own mask.
-    """
-
-    allowed: Allowed
-
-    @staticmethod
-    def __new__(cls, allowed: Allowed) -> LazyMask:
-        make: Any = Tensor._make_wrapper_subclass
-        made: LazyMask = make(cls, allowed.shape, dtype=torch.bool, device=allowed.device)
-        made.allowed = allowed
-        return made
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"LazyMask({self.allowed.over}, shape={tuple(self.shape)})"
-
-    def tolist(self) -> Any:
-        return self.clone().tolist()
-
-    def numpy(self, *, force: bool = False) -> Any:
-        return self._handed().numpy(force=force)
-
-    def __dlpack__(self, **options: Any) -> Any:
-        return self._handed().__dlpack__(**options)
-
-    def share_memory_(self) -> Tensor:
-        return self._handed().share_memory_()
-
-    def data_ptr(self) -> int:
-        return self._handed().data_ptr()
-
-    def _handed(self) -> Tensor:
-        """The numbers, for somebody who reads and writes them where they lie: the mask itself has no memory."""
-        self.allowed.given = True
-        return self.allowed.numbers()
-
-    def __deepcopy__(self, memo: object) -> Tensor:
-        return self.clone()
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.clone().__reduce_ex__(protocol)
-
-    __torch_function__: Any = torch._C._disabled_torch_function_impl
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        kwargs = kwargs or {}
-        if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
-            return LazyMask(args[0].allowed)
-        moved = func is torch.ops.aten._to_copy.default and kwargs.get("dtype") in (None, torch.bool)
-        if moved and kwargs.get("device") is not None and not args[0].allowed.given:
-            return LazyMask(args[0].allowed.to(kwargs["device"]))
-        shares = func._schema.is_mutable or any(made.alias_info is not None for made in func._schema.returns)
-
-        def plain(lazy: LazyMask) -> Tensor:
-            lazy.allowed.given |= shares
-            return lazy.allowed.numbers()
-
-        args, kwargs = pytree.tree_map_only(LazyMask, plain, (args, kwargs))
-        return func(*args, **kwargs)
+from polyhead.interop.huggingface.lazy import Allowed, BoolMask, LazyMask
+from polyhead.neighbourhood import Causal, Dense, Neighbourhood, Padding, Segments, Window
 
 
 def mask(
@@ -127,7 +34,8 @@ def mask(
     # a step with a static cache may be compiled, and its mask has to be of one kind at every step
     fixed = q_length == 1 and not options.get("allow_is_causal_skip", True)
     # what is traced runs later, with other numbers
-    if not fixed and not numbers_hidden() and not torch._C._is_tracing():
+    traced = numbers_hidden() or torch._C._is_tracing()
+    if not fixed and not traced:
         place = _Place(batch_size, q_length, kv_length, int(q_offset), int(kv_offset), torch.device(device))
         lazy = _understood(function, attention_mask, place)
         if lazy is not None:
@@ -135,7 +43,7 @@ def mask(
     made: Tensor | None = theirs(
         batch_size, q_length, kv_length, q_offset, kv_offset, function, attention_mask, device=device, **options
     )
-    return made
+    return made if made is None or fixed or traced else BoolMask(made)
 
 
 class _Place(NamedTuple):
