@@ -86,9 +86,9 @@ def refuse_scripting(module: nn.Module) -> nn.Module:
 
 def in_sight(x: torch.Tensor) -> bool:
     """Whether the numbers in a tensor can be looked at, and nobody traces the call who would take the answer for a constant."""
-    real = type(x) in (torch.Tensor, torch.nn.Parameter) and not x.is_meta
-    traced = torch._C._len_torch_dispatch_stack() > 0 or torch._C._is_tracing()
-    return real and not traced and not numbers_hidden()
+    if numbers_hidden() or type(x) not in (Tensor, nn.Parameter) or x.is_meta:
+        return False
+    return torch._C._len_torch_dispatch_stack() == 0 and not torch._C._is_tracing()
 
 
 def widened(x: torch.Tensor) -> torch.Tensor:
