@@ -11,6 +11,7 @@ from torch import Tensor
 
 from polyhead._torch import in_sight, native, under_transform
 from polyhead.kernels.call import Call, Result, flat, to_heads
+from polyhead.kernels.many import finite
 from polyhead.kernels.operators import differentiate_definition
 from polyhead.kernels.reference import Reference
 from polyhead.neighbourhood import Causal, Dense
@@ -23,8 +24,6 @@ WIDTHS = 2
 LONG = 128
 # Heads of so few features and keys are quicker in `short`, where so many pairs outweigh its dearer call.
 NARROW, FEW_KEYS, MANY = 16, 128, 1 << 18
-
-
 # Numbers in a vector of torch's kernel, on any CPU at most.
 VECTOR = 16
 # Queries of so few numbers are sooner given a mask than looked at.
@@ -141,8 +140,9 @@ def _leaks(q: Tensor, k: Tensor, out: Tensor) -> bool:
 
 
 def _finite(*tensors: Tensor) -> bool:
-    """Whether all numbers are; large halves may count as infinite."""
-    return all(math.isfinite(x.detach().sum().item()) for x in tensors)
+    """Whether all numbers are, by the quickest way for small tensors; a sum of fp16 may be beyond its range."""
+    given = [x.detach() for x in tensors]
+    return all(finite([x]) if x.dtype == torch.float16 else math.isfinite(x.sum().item()) for x in given)
 
 
 def _wants_operator(call: Call) -> bool:
