@@ -1,6 +1,8 @@
 """Set-up that has to come before torch is imported, and a fresh seed for every test."""
 
+import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -19,6 +21,49 @@ EXPERIMENTS = Path(__file__).parent.parent / "experiments"
 @pytest.fixture(autouse=True)
 def seeded():
     torch.manual_seed(0)
+
+
+BOUNDED = """
+import json, resource, sys, time
+from pathlib import Path
+exec(sys.argv[1])
+# what importing takes, and 3 GiB
+lines = Path("/proc/self/status").read_text().splitlines()
+taken = next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmSize"))
+resource.setrlimit(resource.RLIMIT_AS, (taken + (3 << 30),) * 2)
+for argument in sys.argv[2:]:
+    began = time.monotonic()
+    try:
+        said = ["returned", str(call(argument))[:100]]
+    except Exception as error:
+        said = [type(error).__name__, str(error)]
+    print(json.dumps([argument, *said, time.monotonic() - began]), flush=True)
+"""
+
+
+@pytest.fixture(scope="session")
+def bounded():
+    """Calls `call`, which a script defines, on each of some texts in a process that has 3 GiB and a minute.
+
+    By the texts: the kind of its error, or "returned", what it says, and the seconds. One that ends the process, or does not end, is missing.
+    """
+    if sys.platform != "linux":
+        pytest.skip("memory is limited as Linux does it")
+
+    def run(script, arguments):
+        waiting, found = list(arguments), {}
+        while waiting:
+            command = [sys.executable, "-c", BOUNDED, script, *waiting]
+            try:
+                output = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=60).stdout
+            except subprocess.TimeoutExpired as error:
+                output = error.stdout or b""
+            results = [json.loads(line) for line in output.splitlines()]
+            found |= {argument: rest for argument, *rest in results}
+            waiting = waiting[len(results) + 1 :]
+        return found
+
+    return run
 
 
 @pytest.fixture

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
+import re
 import signal
 import socket
 import stat
@@ -18,6 +20,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.__main__ import main as benchmark
 from polyhead.cli.main import main
 from polyhead.inspection.report import Page, report
 from polyhead.nn import MultiHeadAttention
@@ -85,6 +88,26 @@ def test_the_command_line_refuses_before_any_work(kind: str, tmp_path: Path) -> 
         SystemExit, match=rf"^polyhead inspect: out must be a regular file or a new one.*, got a {kind}: "
     ):
         main(["inspect", "a text", "--model", "no-such-model", "--out", str(tmp_path / "there")])
+    assert (tmp_path / "there").lstat() == before
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_experiments_and_benchmarks_refuse_too(
+    kind: str, tmp_path: Path, experiments: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    KINDS[kind](tmp_path / "there")
+    before = (tmp_path / "there").lstat()
+    import common
+
+    with pytest.raises(argparse.ArgumentTypeError, match=f"it must be a regular file or a new one, got a {kind}: "):
+        common.output_file(str(tmp_path / "there"))
+    with pytest.raises(ValueError, match=f"file must be a regular file or a new one.*, got a {kind}: "):
+        common.write_whole(tmp_path / "there", b"new")
+    with pytest.raises(SystemExit):
+        benchmark(["--json", str(tmp_path / "there")])
+    assert f"--json must be a regular file or a new one, got a {kind}" in re.sub(
+        r", such as .*?,", ",", capsys.readouterr().err
+    )
     assert (tmp_path / "there").lstat() == before
 
 

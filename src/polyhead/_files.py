@@ -49,8 +49,9 @@ def read_bytes(path: str | os.PathLike[str], most: int) -> bytes:
     if found not in ("regular file", "directory", None):
         raise ValueError(f"{path} must be a regular file, got a {found}; write what it gives to a file first")
     with open(path, "rb", opener=_without_waiting) as stream:
-        content = stream.read(most + 1)
-    if len(content) > most:
+        # some files of the system's own say that they have none
+        content = stream.read(most + 1) if os.fstat(stream.fileno()).st_size <= most else None
+    if content is None or len(content) > most:
         raise ValueError(f"{path} must have at most {most:,} bytes, got more; is it what it should be?")
     return content
 
