@@ -211,5 +211,5 @@ def test_texts_that_are_too_long(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", [2**32, 2**70, 999])
 def test_ids_that_no_vocabulary_has(number: int, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=f"ids: {number} is not in the vocabulary"):
+    with pytest.raises(ValueError, match=rf"^ids.*{number}"):
         Tokenizer(write(tmp_path / "tokenizer.json")).decode([number])

@@ -1,0 +1,275 @@
+"""What is copied or read from a file is what was written, and is checked as what is constructed."""
+
+import copy
+import io
+import pickle
+from multiprocessing.reduction import ForkingPickler
+
+import pytest
+import torch
+from torch.utils import _pytree as pytree
+
+from polyhead import (
+    Causal,
+    Dense,
+    Dot,
+    GATv2,
+    Graph,
+    Grid,
+    Mask,
+    Neighbourhood,
+    Offsets,
+    Padding,
+    Segments,
+    Window,
+    attend,
+)
+from polyhead.neighbourhood import Both, Rows
+from polyhead.neighbourhood.order import Order
+
+PAIRS = torch.tensor([[0, 1, 2, 2, 0, 5, 3], [1, 0, 0, 1, 0, 4, 5]])
+HOLES = torch.tensor([[True, False, True, True, False, False], [False, True, True, True, True, False]])
+IDS = torch.tensor([[0, 0, 1, 1, 1, 2], [3, 3, 3, 4, 4, 4]])
+
+
+def graph(**options):
+    return Graph(PAIRS, 6, **options)
+
+
+# each for six queries and keys in two heads of two rows
+NEIGHBOURHOODS = {
+    "dense": Dense,
+    "causal": Causal,
+    "window": lambda: Window(2, 1),
+    "lengths": lambda: Padding(torch.tensor([2, 6])),
+    "padded queries": lambda: Padding([2, 6], queries=True),
+    "holes": lambda: Padding(HOLES),
+    "left padding": lambda: Padding(torch.arange(6) > torch.tensor([[1], [3]]), queries=True),
+    "segments": lambda: Segments(IDS),
+    "segments across": lambda: Segments(IDS, IDS.flip(1)),
+    "scattered segments": lambda: Segments(torch.tensor([0, 1, 0, 1, 2, 2])),
+    "mask": lambda: Mask(torch.rand(6, 6) > 0.3),
+    "mask by head": lambda: Mask(torch.rand(1, 2, 6, 6) > 0.3),
+    "masks": lambda: Mask(torch.rand(2, 1, 6, 6) > 0.3),
+    "joined": lambda: Causal() & Window(2) & Padding([4, 6]) & Mask(torch.rand(6, 6) > 0.3),
+    "rows": lambda: Rows(Padding([2, 6, 3]), (3,), (slice(0, 2),)),
+    "graph": graph,
+    "rich graph": lambda: graph(features=torch.randn(7, 3), weights=torch.rand(7)),
+    "filtered graph": lambda: graph(weights=torch.rand(7)) & Window(1),
+    "graph without edges": lambda: Graph(torch.zeros(2, 0), 6),
+    "grid": lambda: Grid(2, 3, window=(1, None)),
+    "dilated grid": lambda: Grid(6, window=5, dilation=2),
+    "grid with a token": lambda: Grid(5, window=3, prefix=1),
+    "whole grid": lambda: Grid(2, 3),
+    "offsets": lambda: Offsets([[0, 1], [1, 0]], (2, 3)),
+    "several offsets": lambda: Offsets([[[0, 1], [1, 0]], [[0, 0], [0, 0]]], (2, 3), padding="circular"),
+}  # fmt: skip
+
+
+def saved(x):
+    file = io.BytesIO()
+    torch.save(x, file)
+    file.seek(0)
+    return file
+
+
+def loaded(x):
+    return torch.load(saved(x), weights_only=True)
+
+
+WAYS = {
+    "copy": copy.copy,
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda x: pickle.loads(pickle.dumps(x)),
+    "old pickle": lambda x: pickle.loads(pickle.dumps(x, protocol=2)),
+    "processes": lambda x: pickle.loads(ForkingPickler.dumps(x)),
+    "torch": lambda x: torch.load(saved(x), weights_only=False),
+    "weights only": loaded,
+}
+
+
+def result(over):
+    torch.manual_seed(3)
+    q, k, v = torch.randn(3, 2, 2, 6, 8)
+    featured = getattr(over, "features", None) is not None
+    return attend(q, k, v, over=over, score=GATv2(2, 8, edge_dim=3) if featured else Dot())
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", NEIGHBOURHOODS)
+def test_a_copy_is_what_it_is_a_copy_of(name, way):
+    if name == "rows" and way == "weights only":
+        pytest.skip("slices are not weights")
+    over = NEIGHBOURHOODS[name]()
+    again = WAYS[way](over)
+    assert type(again) is type(over) and again is not over and repr(again) == repr(over)
+    # an exported program takes it where it takes the other
+    (given, wanted), (found, known) = pytree.tree_flatten(over), pytree.tree_flatten(again)
+    assert known == wanted and list(vars(again)) == list(vars(over))
+    for a, b in zip(given, found, strict=True):
+        assert torch.equal(a, b) and a.dtype == b.dtype
+    torch.testing.assert_close(result(again), result(over), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("way", ["deepcopy", "pickle", "weights only"])
+def test_nobody_else_holds_the_ids_of_a_copy(way):
+    over = {"graph": graph(), "offsets": Offsets([[0, 1], [1, 0]], (2, 3))}
+    over |= {"order": over["graph"].order, "index": over["offsets"].index}
+    again = WAYS[way](over)
+    for ids in (*again["order"], again["index"]):
+        ids.fill_(2**30)
+    torch.testing.assert_close(result(again["graph"]), result(graph()))
+    assert torch.equal(again["offsets"].index, over["offsets"].index)
+
+
+def written(kind, **state):
+    """One of a kind with these attributes, as a file may say: nothing was checked."""
+    over = object.__new__(kind)
+    vars(over).update(state)
+    return over
+
+
+def orderless(**changed):
+    """What release 0.6.0 writes for a graph, with some of its arrays changed."""
+    order = Order(*(x.clone() for x in graph().order))._replace(**changed)
+    return {"sources": 6, "destinations": 6, "order": order, "features": None, "weights": None, "edge_ids": None}
+
+
+def int32(*numbers):
+    return torch.tensor(numbers, dtype=torch.int32)
+
+
+GRID = {"sizes": (2, 3), "stride": (1, 1), "outputs": (2, 3), "prefix": 0, "dilation": (1, 1), "window": (1, 3)}
+INDEX = torch.tensor([[[1], [2], [-1], [4], [5], [-1]]])
+OFFSETS = {
+    "sizes": (2, 3), "stride": (1, 1), "outputs": (2, 3), "padding": "zeros", "heads": 1, "several": 1, "by_head": False,
+    "index": INDEX,
+}  # fmt: skip
+STRETCH = {"queries": None, "keep": None, "keys": 6, "exact": True}
+
+
+def test_what_an_earlier_release_wrote_is_read():
+    """Its pickles hold the attributes of a neighbourhood, as they do now."""
+    old = [
+        (written(Graph, **orderless()), graph()),
+        (written(Grid, **GRID, full=False, exact=False), Grid(2, 3, window=(1, 3))),
+        (written(Offsets, **OFFSETS), Offsets([[0, 1]], (2, 3))),
+        (written(Window, left=2, right=1), Window(2, 1)),
+        (written(Causal, left=None, right=0), Causal()),
+        (
+            written(Padding, **STRETCH, first=torch.tensor([0, 1]), stop=torch.tensor([2, 6])),
+            Padding(torch.tensor([[1, 1, 0, 0, 0, 0], [0, 1, 1, 1, 1, 1]]).bool()),
+        ),
+        (written(Segments, ids=IDS, query_ids=None, exact=True, along_keys=True), Segments(IDS)),
+        (written(Mask, keep=HOLES[None, :, None], by_head=False, _pairs=False), Mask(HOLES[None, :, None])),
+    ]
+    for given, wanted in old:
+        again = loaded(given)
+        assert repr(again) == repr(wanted)
+        assert pytree.tree_structure(again) == pytree.tree_structure(wanted)
+        for a, b in zip(pytree.tree_leaves(again), pytree.tree_leaves(wanted), strict=True):
+            assert torch.equal(a, b)
+
+
+WRONG = {
+    "a source": (Graph, orderless(source=int32(0, 1, 2, 6, 0, 5, 3)), r"order.source must hold numbers in \[0, 6\), got 0 to 6"),
+    "a negative edge": (Graph, orderless(edge=int32(-1, 1, 2, 3, 4, 5, 6)), "order.edge must hold numbers"),
+    "an edge twice": (Graph, orderless(edge=int32(0, 0, 2, 3, 4, 5, 6)), "order.edge must hold each number in"),
+    "falling starts": (Graph, orderless(first=int32(0, 3, 5, 4, 5, 6, 7)), "order.first must rise from 0 to 7"),
+    "a start too many": (Graph, orderless(out_first=int32(0, 1, 2, 3, 4, 5, 6, 7)), "order.out_first must be int32 of shape"),
+    "wide ids": (Graph, orderless(source=torch.zeros(7, dtype=torch.long)), "order.source must be int32"),
+    "another order": (Graph, orderless(out_place=int32(6, 5, 4, 3, 2, 1, 0)), "sorted by destination and by source"),
+    "five arrays": (Graph, {**orderless(), "order": tuple(orderless()["order"])[:5]}, "its pickled state"),
+    "no order": (Graph, {"sources": 6, "destinations": 6}, "its pickled state must be one that Graph writes, got sources"),
+    "negative nodes": (Graph, {**orderless(), "sources": -1}, "order.out_first must be int32 of shape"),
+    "rows of features": (Graph, {**orderless(), "features": torch.rand(3, 2)}, "features"),
+    "words for weights": (Graph, {**orderless(), "weights": "all"}, "weights|pickled state"),
+    "edge_ids": (Graph, {**orderless(), "edge_ids": torch.zeros(3)}, "edge_ids must be integers"),
+    "negative dilation": (Grid, {**GRID, "dilation": (-1, -1)}, "dilation"),
+    "no dilation": (Grid, {**GRID, "dilation": (0, 0)}, "dilation"),
+    "an even window": (Grid, {**GRID, "window": (2, 2)}, "window"),
+    "no sizes": (Grid, {**GRID, "sizes": ()}, "sizes"),
+    "negative outputs": (Grid, {**GRID, "outputs": (-2, 3)}, "outputs"),
+    "a negative prefix": (Grid, {**GRID, "prefix": -1}, "prefix"),
+    "half a grid": (Grid, {"sizes": (2, 3)}, "its pickled state must be one that Grid writes, got sizes"),
+    "a key beyond": (Offsets, {**OFFSETS, "index": INDEX + 1}, "index must lie from -1 to 5, got 0 to 6"),
+    "a key before": (Offsets, {**OFFSETS, "index": INDEX - 1}, "index must lie from -1 to 5, got -2 to 4"),
+    "another index": (Offsets, {**OFFSETS, "index": INDEX[:, :4]}, r"index must be int64 \(heads, 6, several\)"),
+    "an index of floats": (Offsets, {**OFFSETS, "index": INDEX.float()}, "index must be int64"),
+    "a key twice": (Offsets, {**OFFSETS, "index": INDEX.expand(1, 6, 2)}, "index must name a key once"),
+    "a padding": (Offsets, {**OFFSETS, "padding": "marmalade"}, "padding"),
+    "no stride": (Offsets, {**OFFSETS, "stride": (0, 1)}, "stride"),
+    "a negative window": (Window, {"left": -1, "right": 2}, "left"),
+    "words for a window": (Window, {"left": "a", "right": "b"}, "left"),
+    "a causal window": (Causal, {"left": 3, "right": 0}, "must reach from the first key"),
+    "a length": (Padding, {**STRETCH, "keys": None, "first": INDEX, "stop": torch.tensor([-3])}, "length"),
+    "a stretch": (Padding, {**STRETCH, "first": torch.tensor([0]), "stop": torch.tensor([7])}, "first and stop must lie from 0 to 6"),
+    "an end before": (Padding, {**STRETCH, "first": torch.tensor([4]), "stop": torch.tensor([2])}, "first and stop must lie"),
+    "two shapes": (Padding, {**STRETCH, "first": torch.tensor(4), "stop": torch.tensor([5])}, "first and stop must lie"),
+    "numbers to keep": (Padding, {**STRETCH, "keep": IDS, "first": INDEX, "stop": INDEX}, "keep must be bool"),
+    "ids": (Segments, {"ids": torch.rand(3), "query_ids": None}, "ids"),
+    "a float mask": (Mask, {"keep": torch.rand(1, 3, 3), "_pairs": True}, "keep"),
+    "parts": (Both, {"parts": (torch.rand(3),)}, "parts must be neighbourhoods"),
+    "no parts": (Both, {"parts": ()}, "parts must be neighbourhoods"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("read", ["pickle", "weights only", "deepcopy"])
+@pytest.mark.parametrize("name", WRONG)
+def test_what_could_not_be_constructed_is_not_read(name, read):
+    kind, state, words = WRONG[name]
+    with pytest.raises(ValueError, match=words):
+        WAYS[read](written(kind, **state))
+
+
+def test_a_state_of_another_kind():
+    with pytest.raises(ValueError, match="its pickled state must be one that Window writes, got list"):
+        object.__new__(Window).__setstate__([3])
+
+
+def test_what_follows_from_the_rest_is_not_read():
+    causal = loaded(written(Causal, left=None, right=0, full=True, exact=False, check=3))
+    assert not causal.full and causal.exact and callable(causal.check)
+    segments = loaded(written(Segments, ids=torch.tensor([0, 1, 0]), query_ids=None, exact=True))
+    assert not segments.exact
+
+
+class Even(Neighbourhood):
+    """Somebody's own."""
+
+    def __init__(self, step):
+        self.step, self.exact = step, False
+
+    def allows(self, head, query, key):
+        return (key - query) % self.step == 0
+
+
+class Narrow(Window):
+    """Somebody's own window."""
+
+    def __init__(self, name):
+        super().__init__(1)
+        self.name, self.exact = name, False
+
+
+@pytest.mark.parametrize("way", ["copy", "deepcopy", "pickle", "processes"])
+def test_what_callers_add_is_kept(way):
+    marked = graph()
+    marked.name = "a graph of mine"
+    for over in (marked, Even(2), Narrow("mine")):
+        assert vars(WAYS[way](over)).keys() == vars(over).keys()
+    assert WAYS[way](marked).name == "a graph of mine"
+    assert WAYS[way](Even(2)).step == 2
+    assert WAYS[way](Narrow("mine")).name == "mine" and not WAYS[way](Narrow("mine")).exact
+
+
+def test_a_graph_without_numbers_is_copied():
+    again = copy.deepcopy(graph(weights=torch.rand(7)).to("meta"))
+    assert again.order.source.is_meta and again.num_edges == 7
+
+
+def test_what_torch_may_load_as_weights():
+    ours = {x for x in torch.serialization.get_safe_globals() if getattr(x, "__module__", "").startswith("polyhead")}
+    assert ours == {Dense, Causal, Window, Padding, Segments, Mask, Both, Graph, Order, Grid, Offsets}
+    with pytest.raises(pickle.UnpicklingError, match="GATv2"):
+        loaded(GATv2(2, 8))
