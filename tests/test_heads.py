@@ -9,7 +9,19 @@ import pytest
 import torch
 from torch import nn
 
-from polyhead import ALiBi, Causal, Heads, MultiHeadAttention, Padding, RelativeBias, Score, Segments, Window
+from polyhead import (
+    GAT,
+    ALiBi,
+    Causal,
+    GATv2,
+    Heads,
+    MultiHeadAttention,
+    Padding,
+    RelativeBias,
+    Score,
+    Segments,
+    Window,
+)
 from polyhead.kernels import metrics, stream
 
 NEIGHBOURHOODS = {
@@ -65,6 +77,16 @@ def test_bad_indices():
         heads[0, 6]
     with pytest.raises(IndexError):
         heads[0, 0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("score", [GAT(6, 5, bias=True), GATv2(6, 5)], ids=["gat", "gatv2"])
+def test_some_heads_of_a_score_with_weights_by_head(over, score):
+    _, _, heads = looked(over, score=score)
+    view = heads.select(heads=[3, 0])
+    torch.testing.assert_close(view.weights, heads.weights[:, [3, 0]])
+    torch.testing.assert_close(view.entropy(), heads.entropy()[:, [3, 0]])
+    torch.testing.assert_close(heads.select(heads=[4]).received(), heads.received()[:, 4:5])
+    torch.testing.assert_close(heads[0, 1], heads.weights[0, 1])
 
 
 def test_select_is_a_view(over):

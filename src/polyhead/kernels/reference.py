@@ -84,14 +84,19 @@ def _scored(
     head = torch.arange(number, device=device) if heads is None else heads
     row = torch.arange(rows, device=device) if queries is None else queries
     begin, end = (0, keys) if span is None else span
-    q = chosen(chosen(call.q, -3, heads), -2, queries)
+    q = chosen(call.q, -2, queries)
     wide = torch.promote_types(q.dtype, torch.float32)
     k = (call.k if span is None else call.k[..., begin:end, :]).to(wide)
-    k = to_heads(k, number) if heads is None else k.index_select(-3, heads // (number // k.shape[-3]))
+    # other scores may own numbers of each head: they are asked about all
+    early = heads if type(call.score) is Dot else None
+    q = chosen(q, -3, early)
+    k = to_heads(k, number) if early is None else k.index_select(-3, early // (number // k.shape[-3]))
     key, position = torch.arange(begin, end, device=device), row[:, None] + (keys - rows)
     hidden = ~call.over.allows(head[:, None, None], position, key)
     with without_autocast(device):
         s = _products(call, q.to(wide), k, hidden)
+    if early is not heads:
+        s = s.index_select(-3, heads)
     if call.table is not None:
         s = s + chosen(call.table, -2, heads).to(wide)[..., key - position + (keys - 1)]
     if call.bias is not None:
