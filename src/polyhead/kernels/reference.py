@@ -95,7 +95,7 @@ def _scored(
     hidden = ~call.over.allows(head[:, None, None], position, key)
     with without_autocast(device):
         s = _products(call, q.to(wide), k, hidden)
-    if early is not heads:
+    if heads is not None and early is None:
         s = s.index_select(-3, heads)
     if call.table is not None:
         s = s + chosen(call.table, -2, heads).to(wide)[..., key - position + (keys - 1)]
