@@ -188,7 +188,7 @@ def _check(
     check_operand("edge", edge, (heads, *number, *row), q)
     check_operand("weights", weights, (edges,), q)
     there = tuple(x is not None for x in (a, inside, features, edge))
-    if there not in _ARGUMENTS[kind] or (kind == 0 and v is None) or len(number) > 1:
+    if there not in _ARGUMENTS[kind] or (kind == 0 and v is None) or (features is not None and len(number) != 1):
         raise ValueError(
             f"a, inside, features and edge must be given as kind {kind} asks, got {there}, and v {v is not None}"
         )

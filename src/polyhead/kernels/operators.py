@@ -34,10 +34,16 @@ def define_attention(
     tensors = sum(argument.startswith("Tensor") for argument in inputs.split(", "))
     places = [arguments.index(argument) for argument in learned]
     gradients = ", ".join("Tensor" for _ in learned)
+
+    def checked_backward(*given: Any) -> Any:
+        if len(given[-1]) != len(learned):
+            raise ValueError(f"needed must be one bool for each of {', '.join(learned)}, got {len(given[-1])}")
+        return backward(*given)
+
     _register(f"{name}({inputs}) -> (Tensor, Tensor)", forward, forward_fake, devices)
     _register(
         f"{name}_backward(Tensor d_out, Tensor? d_lse, Tensor out, Tensor lse, {inputs}, bool[] needed) -> ({gradients})",
-        backward, backward_fake, devices,
+        checked_backward, backward_fake, devices,
     )  # fmt: skip
 
     def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

@@ -309,6 +309,23 @@ def _weights(weights: Tensor, edges: int) -> Float[Tensor, " edges"]:
     return weights
 
 
+def check_sparse(matrix: Tensor) -> None:
+    """Raise where the indices of a sparse matrix point beyond it: torch follows them unless it is asked to look."""
+    layout, size = matrix.layout, matrix.shape
+    try:
+        if layout == torch.sparse_coo:
+            torch.sparse_coo_tensor(matrix._indices(), matrix._values(), size, check_invariants=True)
+            return
+        by_row = layout in (torch.sparse_csr, torch.sparse_bsr)
+        starts = matrix.crow_indices() if by_row else matrix.ccol_indices()
+        ends = matrix.col_indices() if by_row else matrix.row_indices()
+        torch.sparse_compressed_tensor(starts, ends, matrix.values(), size, layout=layout, check_invariants=True)
+    except RuntimeError as error:
+        raise ValueError(
+            f"edge_index must be a sparse matrix whose indices lie within it, got one that torch refuses: {error}"
+        ) from error
+
+
 def _from_sparse(
     matrix: Tensor, num_nodes: object, weights: Tensor | None
 ) -> tuple[Tensor, tuple[int, int], Tensor | None]:
@@ -320,6 +337,7 @@ def _from_sparse(
         raise ValueError(
             f"num_nodes: it is {num_nodes!r}, but the sparse matrix has {size[1]} rows and {size[0]} columns"
         )
+    check_sparse(matrix)
     entries = matrix.to_sparse_coo().coalesce()
     values = entries.values()
     if weights is None and not bool((values == 1).all()):

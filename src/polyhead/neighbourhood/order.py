@@ -28,10 +28,10 @@ class Order(NamedTuple):
     @property
     def edge_index(self) -> Int[Tensor, "2 edges"]:
         """Sources above destinations, in the order in which the edges were given."""
-        number = torch.arange(len(self.first) - 1, device=self.first.device)
-        destination = number.repeat_interleave(self.first.diff(), output_size=len(self.source))
-        pairs = torch.stack((self.source.long(), destination))
-        return torch.empty_like(pairs).index_copy_(1, self.edge.long(), pairs)
+        # by operations that bound what they follow: `repeat_interleave` reads beyond the starts if they were edited
+        destination = torch.zeros_like(self.source).index_copy_(0, self.out_place.long(), self.out_destination)
+        pairs = torch.stack((self.source, destination)).long()
+        return torch.zeros_like(pairs).index_copy_(1, self.edge.long(), pairs)
 
 
 def order(edge_index: Integer[Tensor, "2 edges"], sources: int, destinations: int) -> Order:

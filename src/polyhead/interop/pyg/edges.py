@@ -16,7 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from polyhead._torch import has_no_values, widened
 from polyhead.neighbourhood import Graph
-from polyhead.neighbourhood.graph import checked
+from polyhead.neighbourhood.graph import check_sparse, checked
 from polyhead.neighbourhood.order import starts
 
 Fill = float | Tensor | str
@@ -107,6 +107,7 @@ def with_loops(edge_index: Tensor, loops: int) -> Tensor:
 
 def _entries(matrix: Tensor) -> tuple[Int[Tensor, "2 edges"], Float[Tensor, "edges dim"] | None]:
     """The entries of a sparse matrix with destinations in its rows, in the order in which it holds them."""
+    check_sparse(matrix)
     if matrix.layout == torch.sparse_coo:
         matrix = matrix.coalesce()
         pairs, values = matrix.indices().flip(0), matrix.values()
