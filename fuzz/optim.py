@@ -84,7 +84,7 @@ def check(case: Case) -> Report:
     torch.set_num_threads(1)
     rng = np.random.default_rng(case.seed)
     parameters = [_parameter(case, kind, rng) for kind in case.parameters]
-    points = [Point(p.detach().double().numpy().copy()) for p in parameters]
+    points = [_twins(case, p) for p in parameters]
     optimizer = _optimizer(case, parameters)
     resumed: tuple[list[nn.Parameter], optim.SGD | optim.Adam] | None = None
     nearest = 0.0
@@ -98,25 +98,33 @@ def check(case: Case) -> Report:
         optimizer.step()
         if resumed:
             resumed[1].step()
-        for kind, p, at, g in zip(case.parameters, parameters, points, gradients, strict=True):
-            nearest = max(nearest, _compare(case, kind, p, at, g))
+        for kind, p, twins, g in zip(case.parameters, parameters, points, gradients, strict=True):
+            nearest = max(nearest, _compare(case, kind, p, twins, g))
     if resumed:
         _check_resumed(parameters, optimizer, *resumed)
     return Report(frozenset({case.optimizer}), nearest)
 
 
-def _compare(case: Case, kind: Part, p: nn.Parameter, at: Point, g: Tensor | None) -> float:
+def _twins(case: Case, p: nn.Parameter) -> tuple[Point, Point]:
+    """Where a parameter begins, and the same off by one rounding: how far that leads says how well a path is determined."""
+    x = p.detach().double().numpy()
+    sign = np.random.default_rng(case.seed).choice((-1.0, 1.0), x.shape)
+    return Point(x.copy()), Point(x * (1 + torch.finfo(DTYPES[case.dtype]).eps * sign))
+
+
+def _compare(case: Case, kind: Part, p: nn.Parameter, twins: tuple[Point, Point], g: Tensor | None) -> float:
     """One parameter after a step beside its formula."""
     if g is None or not p.numel():
         return 0.0
-    on = _manifold(case, kind)
-    (sgd if case.optimizer == "SGD" else adam)(
-        at, g.double().numpy(), on, _options(case) | {"decoupled": case.optimizer == "AdamW"}
-    )
+    on, at = _manifold(case, kind), twins[0]
+    for twin in twins:
+        (sgd if case.optimizer == "SGD" else adam)(
+            twin, g.double().numpy(), on, _options(case) | {"decoupled": case.optimizer == "AdamW"}
+        )
     wanted = torch.as_tensor(np.asarray(at.x))
-    # every step adds its rounding, and may make that of earlier ones larger: Adam divides by roots of squares that are small
-    share = 2000 * torch.finfo(DTYPES[case.dtype]).eps * at.steps * (1 + float(wanted.abs().max()))
-    share *= 10 if case.dtype == "float64" else 1
+    # every step adds its rounding, and may make that of earlier ones larger
+    share = 200 * torch.finfo(DTYPES[case.dtype]).eps * at.steps * (1 + float(wanted.abs().max()))
+    share += 20 * float(np.abs(at.x - twins[1].x).max())
     return closeness(case.optimizer, f"{kind[0]} parameter", p, wanted, torch.full_like(wanted, share))
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from polyhead._torch import in_sight, native, under_transform
 from polyhead.kernels.call import Call, Result, flat, to_heads
-from polyhead.kernels.many import finite
+from polyhead.kernels.many import looks_finite
 from polyhead.kernels.operators import differentiate_definition
 from polyhead.kernels.reference import Reference
 from polyhead.neighbourhood import Causal, Dense
@@ -26,8 +26,8 @@ LONG = 128
 NARROW, FEW_KEYS, MANY = 16, 128, 1 << 18
 # Numbers in a vector of torch's kernel, on any CPU at most.
 VECTOR = 16
-# Queries of so few numbers are sooner given a mask than looked at.
-FEW_NUMBERS = 1 << 12
+# So many numbers are looked at in a few microseconds.
+FEW_NUMBERS = 1 << 14
 # The smallest scale that is a normal number in fp32.
 TINY = torch.finfo(torch.float32).tiny
 
@@ -66,7 +66,10 @@ class Fused:
         q, k, v = even(q, call.k, call.v)
         if len(shape) != 4:
             q, k, v = flat(q), flat(k), flat(v)
-        mask = _mask(q, k)
+        # Torch's kernel follows the rule for NaN unless keys are few or hidden; a compiler would fix their number.
+        compiling = torch.compiler.is_compiling()
+        doubtful = not compiling and q.is_cpu and (causal or k.shape[-2] < VECTOR) and not _known_finite(q, k, v)
+        mask = nan_kept(q, k) if doubtful else None
         # torch's function takes no mask beside a triangle
         if q.is_cpu and (_wants_operator(call) or (causal and mask is not None)):
             out, lse = flash(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
@@ -78,11 +81,11 @@ class Fused:
                 q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=grouped
             )
             lse = None
-        if causal and _leaks(q, k, out):
+        if causal and doubtful and _leaks(q, k, out):
             from polyhead.kernels.tiled import Tiled  # which imports this file
 
             return Tiled()(call)
-        if not torch.compiler.is_compiling() and out.grad_fn is not None:
+        if not compiling and out.grad_fn is not None:
             _allow_second_derivatives(out)
         if len(shape) != 4:
             out = out.reshape(*shape[:-1], out.shape[-1])
@@ -119,30 +122,19 @@ def _differentiate_again(
     return tuple(by_place.get(place) for place in range(len(gradients)))
 
 
-def _mask(q: Tensor, k: Tensor) -> Tensor | None:
-    """`nan_kept`, unless a look at the numbers costs less than a mask and finds that there is no need for it."""
-    # a compiler would fix the number of keys
-    if torch.compiler.is_compiling() or not q.is_cpu:
-        return None
-    mask = nan_kept(q, k)
-    if mask is None or q.numel() <= FEW_NUMBERS or not in_sight(q):
-        return mask
-    # a row of NaN is that of a query that holds one, or all its keys do
-    return None if _finite(q, k[..., :1, :]) else mask
+def _known_finite(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether a look at all numbers is worth its time, and finds that they are finite."""
+    return v.numel() <= FEW_NUMBERS and in_sight(q) and looks_finite(q) and looks_finite(k) and looks_finite(v)
 
 
 def _leaks(q: Tensor, k: Tensor, out: Tensor) -> bool:
     """Whether NaN or inf may have reached earlier queries through weights of zero, or may in the backward pass."""
-    if not q.is_cpu or not in_sight(q):
+    if not in_sight(q):
         return False
     # the last query sees all keys and values; what is in a query, or makes a weight of zero, leaks through gradients alone
-    return not _finite(out[..., -1:, :]) or (out.requires_grad and not _finite(q, k))
-
-
-def _finite(*tensors: Tensor) -> bool:
-    """Whether all numbers are, by the quickest way for small tensors; a sum of fp16 may be beyond its range."""
-    given = [x.detach() for x in tensors]
-    return all(finite([x]) if x.dtype == torch.float16 else math.isfinite(x.sum().item()) for x in given)
+    if not looks_finite(out.detach()[..., -1:, :].contiguous()):
+        return True
+    return out.requires_grad and not (looks_finite(q) and looks_finite(k))
 
 
 def _wants_operator(call: Call) -> bool:

@@ -28,6 +28,7 @@ template <class T>
 bool finite_numbers(const Pieces &in) {
     // pieces are of any length: each is shared by all threads when it is long
     constexpr int64_t PART = 1 << 15;
+    if (in.pieces == 1 && in.counts[0] <= PART) return all_finite(reinterpret_cast<const T *>(in.data[0]), in.counts[0]);
     int64_t wrong = 0;
 #pragma omp parallel num_threads(in.threads) reduction(+ : wrong)
     for (int64_t piece = 0; piece < in.pieces; ++piece) {

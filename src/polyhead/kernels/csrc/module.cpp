@@ -185,6 +185,12 @@ bool all_finite(bool wide, const Pointers &data, const Sizes &counts, int thread
     return kernels_in_use().finite({wide, int64_t(data.size()), data.data(), counts.data(), threads});
 }
 
+// The same of one short piece, in the time of a call: neither lists nor threads.
+bool short_finite(bool wide, Pointer data, int64_t count) {
+    const int64_t at = int64_t(data);
+    return kernels_in_use().finite({wide, 1, &at, &count, 1});
+}
+
 // Adds 1 to each number.
 void count(const Pointers &data) {
     for (const int64_t at : data) *reinterpret_cast<float *>(at) += 1;
@@ -245,6 +251,7 @@ NB_MODULE(_native, m) {
           "first"_a, "first_strides"_a, "second"_a, "second_strides"_a, "canonical"_a, "copies"_a, "tangent"_a, "transport"_a,
           "sign"_a, "keep"_a, "add"_a, "now"_a, "ahead"_a, "keep_second"_a, "root"_a, "eps"_a, "scale"_a, "threads"_a);
     m.def("all_finite", &all_finite, "double"_a, "data"_a, "counts"_a, "threads"_a);
+    m.def("short_finite", &short_finite);
     m.def("count", &count, "data"_a);
     m.def("instruction_sets", &set_names);
     m.def("instruction_set", [] { return std::string(kernels_in_use().name); });
