@@ -60,8 +60,8 @@ def draw(random: Random) -> Case:
             "value_dim": min(call["dim"], 8),
             "numbers": random.choice(("positive", "normal")),
         }
-    if "normalised" in changes and call["dtype"] in ("bfloat16", "float16"):
-        # the new weights are rounded to the dtype of the old ones
+    if changes and call["dtype"] in ("bfloat16", "float16"):
+        # new weights, and features of new loops, are rounded to the dtype of the old ones
         call["wide"] = True
     featured = call["score"][0] in ("gat", "gatv2") and random.random() < 0.4
     position = call.pop("position") or (draw_position(random, call["dim"]) if random.random() < 0.5 else ("none",))

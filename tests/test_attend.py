@@ -252,3 +252,47 @@ def test_a_view_on_a_neighbourhood_of_ones_own_through_vmap():
     _, heads = torch.func.vmap(lambda one: mha(one, over=Even()))(x)
     torch.testing.assert_close(heads.weights, mha(x, over=Even())[1].weights)
     assert heads.weights[..., 1::2].abs().max() == 0
+
+
+@pytest.mark.parametrize("kernel", ["fused", "tiled", "short", "reference"])
+@pytest.mark.parametrize("axis", ["heads", "batch"])
+def test_heads_that_overlap_in_memory(kernel, axis):
+    """torch's kernel takes an axis of stride 1 for that of the features."""
+    rows = torch.randn(2, 10, 20).unfold(2, 8, 1)[:, :, :4]
+    q = rows.permute(0, 2, 1, 3) if axis == "heads" else rows.permute(2, 0, 1, 3)
+    k, v = torch.randn(2, *q.shape)
+    wanted = attend(*(x.contiguous().double() for x in (q, k, v)), kernel="reference")
+    torch.testing.assert_close(attend(q, k, v, kernel=kernel).double(), wanted, atol=1e-5, rtol=1e-5)
+
+
+def test_a_neighbourhood_whose_intervals_have_no_end():
+    class Everyone(Neighbourhood):
+        exact = True
+
+        def allows(self, head, query, key):
+            return (key >= 0) & (query == query)
+
+        def interval(self, queries, keys, device):
+            first = torch.zeros(queries, dtype=torch.long)
+            return first - 2**40, torch.full_like(first, 2**63 - 1)
+
+    q = torch.randn(1, 2, 6, 4)
+    for kernel in ("short", "tiled", "reference", None):
+        torch.testing.assert_close(attend(q, q, q, over=Everyone(), kernel=kernel), attend(q, q, q))
+
+
+def test_narrow_dtypes_are_refused_by_name():
+    q = torch.randn(1, 2, 6, 4).to(torch.float8_e4m3fn)
+    with pytest.raises(
+        ValueError, match=r"q, k and v must be of one dtype, float64, float32, bfloat16 or float16, got torch\.float8"
+    ):
+        attend(q, q, q)
+
+
+def test_rotary_follows_its_base():
+    q, rotary = torch.randn(2, 4, 10, 8), Rotary()
+    before = attend(q, q, q, position=rotary)
+    rotary.base = 500.0
+    after = attend(q, q, q, position=rotary)
+    assert not torch.allclose(before, after)
+    torch.testing.assert_close(after, attend(q, q, q, position=Rotary(base=500.0)))

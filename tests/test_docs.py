@@ -151,3 +151,17 @@ def names(body: list[ast.stmt], owner: str = "") -> Iterator[str]:
         if isinstance(node, (ast.Assign, ast.AnnAssign)):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
             yield from (owner + target.id for target in targets if isinstance(target, ast.Name))
+
+
+def test_no_placeholder_is_left() -> None:
+    for page in PAGES:
+        assert not re.search(r"@[A-Z]+@", page.read_text()), page
+
+
+def test_the_count_of_architectures_is_the_tables() -> None:
+    head = (ROOT / "tests/interop/huggingface_zoo.tsv").read_text().partition("\n")[0]
+    version, *counts = re.findall(r"[\d.]+\d|\d+", head)
+    text = (ROOT / "docs/coming-from-transformers.md").read_text()
+    assert f"transformers {version}" in text
+    for count, words in zip(counts, ("work, that is", "are refused;", "could not be run"), strict=True):
+        assert re.search(rf"{count}\s+{words}", text), (count, words)

@@ -64,6 +64,10 @@ def is_symbolic(x: object) -> bool:
 def record_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """The call of a module under `torch.fx.symbolic_trace`, recorded as one node, as torch does with layers of its own."""
     tracer: Any = next(x.tracer for x in (*args, *kwargs.values()) if is_symbolic(x))
+    if tracer.root is module:
+        raise TypeError(
+            f"torch.fx.symbolic_trace records {type(module).__name__} as one node; trace a model that holds it"
+        )
 
     def record(value: Any) -> Any:
         if value is None or isinstance(value, (bool, Tensor, Proxy)):
@@ -86,9 +90,10 @@ def refuse_scripting(module: nn.Module) -> nn.Module:
 
 def in_sight(x: torch.Tensor) -> bool:
     """Whether the numbers in a tensor can be looked at, and nobody traces the call who would take the answer for a constant."""
-    if numbers_hidden() or type(x) not in (Tensor, nn.Parameter) or x.is_meta:
+    # a compiler cannot look at the stack of modes: it is asked first
+    if torch.compiler.is_compiling() or not (type(x) is Tensor or type(x) is nn.Parameter) or x.is_meta:
         return False
-    return torch._C._len_torch_dispatch_stack() == 0 and not torch._C._is_tracing()
+    return not (torch._C._len_torch_dispatch_stack() or torch._C._is_tracing() or under_transform())
 
 
 def widened(x: torch.Tensor) -> torch.Tensor:

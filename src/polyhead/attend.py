@@ -20,6 +20,7 @@ from polyhead.position import Position
 from polyhead.score import Dot, Score
 
 _DOT = Dot()
+_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 def attend(
@@ -262,7 +263,8 @@ def _seed(seed: Tensor | int, device: torch.device) -> Int[Tensor, ""]:
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
-        check_tensor(name, x, "(..., heads, items, dim)")
+        if not isinstance(x, Tensor) or x.layout is not torch.strided or x.is_nested:
+            check_tensor(name, x, "(..., heads, items, dim)")
     qs, ks, vs = q.shape, k.shape, v.shape
     if len(qs) < 3:
         raise ValueError(f"q: its shape is {tuple(qs)}; it must be (..., heads, queries, dim)")
@@ -279,9 +281,9 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ValueError(
             f"k, v: {ks[-3]} and {vs[-3]} heads cannot be shared by the {qs[-3]} heads of q; their number must divide it"
         )
-    if not (q.dtype == k.dtype == v.dtype) or not q.dtype.is_floating_point:
+    if not (q.dtype == k.dtype == v.dtype) or q.dtype not in _DTYPES:
         raise ValueError(
-            f"q, k, v: their dtypes are {q.dtype}, {k.dtype}, {v.dtype}; they must be one floating-point dtype"
+            f"q, k and v must be of one dtype, float64, float32, bfloat16 or float16, got {q.dtype}, {k.dtype} and {v.dtype}"
         )
     if not (q.device == k.device == v.device):
         raise ValueError(f"q, k, v must be on one device, got {q.device}, {k.device} and {v.device}")

@@ -142,6 +142,7 @@ class Rotary(Position):
             raise WrongType(f"Rotary: stretch must be a Stretch, such as Stretch(2.0), or None, got {shown(stretch)}")
         self.dim, self.base, self.interleaved, self.stretch, self.axes = dim, base, interleaved, stretch, axes
         self._table: tuple[Tensor, Tensor] | None = None
+        self._table_of: tuple[object, ...] = ()
 
     def check(self, heads: int, dim: int) -> None:
         step = 2 * (self.axes or 1)
@@ -157,8 +158,8 @@ class Rotary(Position):
         """Cosine and sine (positions, dim/2) for the positions from `start` to `stop`, kept from call to call."""
         if numbers_hidden() or start < 0:
             return self._angles(torch.arange(start, stop, device=like.device), dim, like)
-        kept, own = self._table, (dim // 2, like.device, like.dtype)
-        fits = kept is not None and (kept[0].shape[1], kept[0].device, kept[0].dtype) == own
+        kept, own = self._table, (dim // 2, like.device, like.dtype, self.base, self.stretch)
+        fits = kept is not None and self._table_of == own
         if kept is None or not fits or kept[0].shape[0] < stop:
             # a table made under inference_mode could not be used in training
             with torch.inference_mode(False):
@@ -166,7 +167,7 @@ class Rotary(Position):
                 kept = self._angles(torch.arange(max(stop, grown), device=like.device), dim, like)
             # not one of fake tensors, which would stay behind
             if type(kept[0]) is Tensor:
-                self._table = kept
+                self._table, self._table_of = kept, own
         return kept[0][start:stop], kept[1][start:stop]
 
     def _angles(self, at: Int[Tensor, " items"], dim: int, like: Tensor) -> tuple[Tensor, Tensor]:

@@ -147,3 +147,14 @@ def test_pairs_that_are_none(tmp_path, line, said):
     with pytest.raises(ValueError) as caught:
         own_pairs(path)
     assert str(caught.value).startswith(f"{path}, line 2: {said}")
+
+
+@pytest.mark.parametrize("column", ["Pronoun", "A", "B"])
+@pytest.mark.parametrize("name", ["", " "])
+def test_a_text_of_gap_without_a_name(tmp_path, column, name):
+    header = "ID\tText\tPronoun\tPronoun-offset\tA\tA-offset\tA-coref\tB\tB-offset\tB-coref\tURL\n"
+    entry = {"Pronoun": "she", "A": "Ann", "B": "Bob"} | {column: name}
+    line = f"x\tAnn saw Bob and she ran\t{entry['Pronoun']}\t16\t{entry['A']}\t0\tTRUE\t{entry['B']}\t8\tFALSE\tu\n"
+    (tmp_path / "gap.tsv").write_text(header + line)
+    with pytest.raises(ValueError, match=f"line 2: {column} must be a name that stands in its text, got '{name}'"):
+        gap(tmp_path / "gap.tsv")

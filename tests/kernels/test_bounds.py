@@ -290,3 +290,47 @@ def test_sparse_matrices_that_point_beyond_themselves_are_refused():
         made = torch.sparse_coo_tensor(torch.tensor([[0, 9, -1], [2**40, 0, 0]]), torch.ones(3), (2, 2), check_invariants=False)
         refused("coo", lambda: Graph(made), words="must be a sparse matrix whose indices lie within it")
     """)
+
+
+def test_sparse_features_that_point_beyond_themselves_are_refused():
+    run("""
+        import warnings
+        from polyhead import MultiHeadAttention
+        from polyhead.interop.pyg import GATConv
+        warnings.simplefilter("ignore")
+        ones, far = torch.ones(2), 99_999_999
+        made = {
+            "column": torch.sparse_csr_tensor(torch.tensor([0, 1, 2]), torch.tensor([1, far]), ones, (2, 16), check_invariants=False),
+            "starts": torch.sparse_csr_tensor(torch.tensor([0, far, 2]), torch.tensor([1, 2]), ones, (2, 16), check_invariants=False),
+            "far": torch.sparse_coo_tensor(torch.tensor([[0, 1], [1, far]]), ones, (2, 16), check_invariants=False),
+            "near": torch.sparse_coo_tensor(torch.tensor([[0, 1], [1, 40]]), ones, (2, 16), check_invariants=False),
+            "row": torch.sparse_coo_tensor(torch.tensor([[0, 7], [1, 3]]), ones, (2, 16), check_invariants=False),
+        }
+        edges = torch.tensor([[0, 1], [1, 0]])
+        for name, x in made.items():
+            refused(f"layer {name}", lambda: MultiHeadAttention(16, 4)(x), words="must be a sparse matrix whose indices lie within it")
+            refused(f"pyg {name}", lambda: GATConv(16, 4)(x, edges), words="must be a sparse matrix whose indices lie within it")
+    """)
+
+
+def test_tensors_without_memory_are_not_read():
+    """A look at small tensors would follow a pointer that is none."""
+    run("""
+        from polyhead import Causal
+        class Wrapped(torch.Tensor):
+            @staticmethod
+            def __new__(cls, x):
+                made = torch.Tensor._make_wrapper_subclass(cls, x.shape, dtype=x.dtype, device=x.device, strides=x.stride())
+                made.x = x
+                return made
+            __torch_function__ = torch._C._disabled_torch_function_impl
+            @classmethod
+            def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+                bare = lambda y: y.x if isinstance(y, Wrapped) else y
+                return function(*pytree.tree_map(bare, args), **pytree.tree_map(bare, kwargs or {}))
+        q, k, v = torch.randn(3, 1, 2, 8, 4)
+        for over in (None, Causal()):
+            wanted = attend(q, k, v, over=over)
+            for given in ((q, Wrapped(k), v), (q, k, Wrapped(v)), (Wrapped(q), k, v)):
+                torch.testing.assert_close(attend(*given, over=over), wanted)
+    """)

@@ -1,9 +1,12 @@
 """The hash that decides which pairs are dropped."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
 
+from polyhead import Graph, Grid, attend
 from polyhead.kernels.dropout import keeps
 
 
@@ -55,3 +58,12 @@ def test_it_is_the_32_bit_hash_it_says():
             row = mix(np.uint32(mix(np.uint32(mix(12345) + np.uint32(head))) + np.uint32(query)))
             word = mix(row ^ np.uint32(np.uint32(key) * np.uint32(0x9E3779B1)))
             assert bool(kept[head, query, key]) == (np.int32(word) >= 2**30 - 2**31)
+
+
+@pytest.mark.parametrize("dropout", [1 - 2**-33, 1 - 2**-40, math.nextafter(1.0, 0.0)])
+def test_next_to_one_everything_goes(dropout):
+    """The threshold stays an int32: beyond it nothing would be dropped."""
+    q, graph, grid = torch.randn(2, 4, 10, 8), Graph(torch.randint(0, 10, (2, 30)), 10), Grid(2, 5, window=3)
+    cases = [(None, "short"), (None, "tiled"), (None, "reference"), (graph, "native"), (graph, "edges"), (grid, "grid")]
+    for over, kernel in cases:
+        assert attend(q, q, q, over=over, dropout=dropout, seed=3, kernel=kernel).abs().max() == 0, kernel

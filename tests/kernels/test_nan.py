@@ -35,6 +35,7 @@ from polyhead import (
 )
 from polyhead.kernels import Call, fused, kernels
 from polyhead.neighbourhood import Sizes
+from polyhead.score import Score
 
 BATCH, HEADS, ITEMS, DIM = 2, 2, 37, 8
 DTYPES = {torch.float64: 1e-10, torch.float32: 2e-5, torch.bfloat16: 4e-2, torch.float16: 6e-3}
@@ -352,3 +353,21 @@ def test_numbers_beyond_a_halfs_sum_are_finite():
     q, k, v = (torch.full((1, 2, 600, 64), 2.0, dtype=torch.float16, requires_grad=True) for _ in range(3))
     assert q.sum().isinf()
     assert "Flash" in attend(q, k, v, over=Causal(), kernel="fused").grad_fn.name()
+
+
+class Capped(Score):
+    """Gemma 2's score: one that is no dot product, and no kernel's."""
+
+    def forward(self, q: Tensor, k: Tensor) -> Tensor:
+        return (q @ k.mT / 10).tanh() * 10
+
+
+@pytest.mark.parametrize("score", [Capped(), GAT(2, 4), GATv2(2, 4)], ids=lambda score: type(score).__name__)
+def test_other_scores_hand_on_no_gradient(score: Score):
+    q, k, v = torch.randn(3, 1, 2, 6, 4)
+    for x in (q, k, v):
+        x[0, :, 5] = torch.nan
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    out = attend(q, k, v, over=Padding([5], queries=True), score=score)
+    given = torch.autograd.grad(out.sum(), (q, k, v, *score.parameters()))
+    assert out.isfinite().all() and all(x.isfinite().all() for x in given)

@@ -201,3 +201,21 @@ def test_first_derivatives_stay_with_the_fast_kernels(monkeypatch: pytest.Monkey
         attend(q, k, v, kernel=kernel).sum().backward(retain_graph=True)
     with pytest.raises(AssertionError):
         attend(q, k, v, kernel="short").sum().backward(create_graph=True)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "over"),
+    [
+        ("short", Window(2)),
+        ("tiled", Window(2)),
+        ("reference", None),
+        ("native", Graph(torch.randint(0, 6, (2, 12)), 6)),
+        ("edges", Graph(torch.randint(0, 6, (2, 12)), 6)),
+        ("grid", Grid(2, 3, window=3)),
+    ],
+)
+def test_values_alone_beside_a_sink(kernel: str, over: Any):
+    """The log-sum-exp, which the sink needs, does not depend on the values."""
+    q, k, v = torch.randn(3, 2, 6, 4, dtype=torch.float64)
+    call = lambda v: attend(q, k, v, over=over, sink=0.0, kernel=kernel).square()
+    assert torch.autograd.gradgradcheck(call, (v.requires_grad_(),))

@@ -383,7 +383,7 @@ def test_attend_messages():
         (q[..., :4], q, {}, "k: it has 4 features, but q has 5"),
         (q, q[:, :, :3], {}, "v: it has 3 items, but k has 11"),
         (q[:, :4], q[:, :4], {}, "4 and 4 heads cannot be shared by the 6 heads of q"),
-        (q.double(), q, {}, "they must be one floating-point dtype"),
+        (q.double(), q, {}, "q, k and v must be of one dtype"),
         (q, q, {"dropout": 1.5}, r"dropout must be a number in \[0, 1\), got 1\.5"),
         (
             q,

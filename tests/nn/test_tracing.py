@@ -224,9 +224,31 @@ def test_symbolic_traces_hold_the_layer_as_one_node():
         DropIn(),
         nn.Sequential(TransformerLayer(MultiHeadAttention(MODEL, HEADS), FeedForward(MODEL, 64))),
         from_conv(nn.Conv2d(3, 4, 3)),
+        FeedForward(MODEL, 64),
     ],
     ids=lambda model: type(model).__name__,
 )
 def test_scripts_are_refused_in_one_sentence(model: nn.Module):
     with pytest.raises(TypeError, match=r"^torch\.jit\.script cannot compile \w+; use torch\.export\.export, [^\n]*$"):
         torch.jit.script(model)
+
+
+@pytest.mark.parametrize("length", [1, 10, 40, 200])
+@pytest.mark.parametrize("over", [None, Causal(), Window(2)], ids=str)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+def test_traced_by_example(over: Any, length: int):
+    x = torch.randn(2, length, MODEL)
+    for model in (Over(MultiHeadAttention(MODEL, HEADS), over), DropIn()):
+        # torch compares with a second trace without gradients, name by name
+        with torch.no_grad():
+            traced = torch.jit.trace(model.eval(), (x,))
+        torch.testing.assert_close(traced(x), model(x))
+
+
+def test_a_layer_that_is_the_whole_model_is_refused_in_one_sentence():
+    for layer in (
+        MultiHeadAttention(MODEL, HEADS),
+        TransformerLayer(MultiHeadAttention(MODEL, HEADS), FeedForward(MODEL, 64)),
+    ):
+        with pytest.raises(TypeError, match=r"records \w+ as one node; trace a model that holds it$"):
+            torch.fx.symbolic_trace(layer)

@@ -220,6 +220,8 @@ def test_drawing() -> None:
     assert torch.equal(drawn(temperature=1.0), drawn(temperature=1.0))
     assert (drawn(temperature=1.0, top_k=1) == likeliest).all()
     assert (drawn(temperature=1.0, top_p=1e-6) == likeliest).all()
+    assert (drawn(temperature=1.0, top_p=1e-300) == likeliest).all()
+    assert (drawn(temperature=1e-46) == likeliest).all()
     assert len(drawn(temperature=5.0, top_k=3).unique()) == 3
     logits = model(source[:1], torch.tensor([[START]]))[0, 0] / 2.0
     order = logits.softmax(-1).sort(descending=True)

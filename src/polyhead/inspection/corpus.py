@@ -316,6 +316,8 @@ def _chosen(place: str, entry: Mapping[str, str], names: str) -> Sentence:
         offset = entry[f"{column}-offset"]
         begin = int(offset) if _is_number(offset) else -1
         end = begin + len(entry[column])
+        if not entry[column].strip():
+            raise ValueError(f"{place}: {column} must be a name that stands in its text, got {entry[column]!r:.60}")
         if begin < 0 or text[begin:end] != entry[column]:
             raise ValueError(
                 f"{place}: {column} is {entry[column]!r:.60}, which does not stand at {offset!r:.60} of its text"

@@ -122,7 +122,7 @@ def _check_layers(path: Path, fields: dict[str, Any]) -> None:
     for key, value in fields.items():
         if isinstance(value, dict):
             _check_layers(path, value)
-        elif "layer" in key and isinstance(value, int) and value > _limits.LAYERS:
+        elif re.search(r"(^|_)layers?$", key) and isinstance(value, int) and value > _limits.LAYERS:
             raise ValueError(f"{path}: {key} must be at most {_limits.LAYERS:,}, got {value:,}")
 
 
@@ -133,7 +133,7 @@ def _check_size(transformers: Any, folder: Path) -> None:
         config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
         model = transformers.AutoModel.from_config(config, trust_remote_code=False)
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    # four bits each, and what is not stored
+    # two bits each at the least, and what is not stored
     if parameters > 4 * stored + _UNSTORED:
         raise ValueError(
             f"{folder / files.CONFIG}: the weights beside it must hold the {parameters:,} parameters that it speaks of, got {stored:,} bytes"

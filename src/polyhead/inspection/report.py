@@ -103,8 +103,8 @@ def report(
             f"heads: it is {type(heads).__name__}; it must be a Heads, or what capture records: "
             "with capture(model) as seen: model(x)"
         )
-    for argument, words in (("path", path), ("title", title), ("finding", finding)):
-        if words is not None and not isinstance(words, (str, os.PathLike) if argument == "path" else str):
+    for argument, words in (("title", title), ("finding", finding)):
+        if words is not None and not isinstance(words, str):
             raise WrongType(f"{argument} must be a str, got {kind_of(words)}")
     named = {"attention": heads} if isinstance(heads, Heads) else dict(heads)
     if not named:

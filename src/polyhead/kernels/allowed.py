@@ -5,6 +5,7 @@ Zero times NaN is NaN: a weight of zero does not keep a value out of a sum.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,8 +26,15 @@ def dots(
     if not numbers_hidden():
         return q @ k.mT
     # a transform or a compiler differentiates what it sees, and ds k is NaN where k is
+    return scored_apart(lambda q, k: q @ k.mT, q, k)
+
+
+def scored_apart(
+    score: Callable[[Tensor, Tensor], Tensor], q: Float[Tensor, "... queries dim"], k: Float[Tensor, "... keys dim"]
+) -> Float[Tensor, "... queries keys"]:
+    """Scores that are NaN where a query or a key is not finite, and hand on no gradient there."""
     off = ~(_all_finite(q)[..., :, None] & _all_finite(k)[..., None, :])
-    return (_cleared(q) @ _cleared(k).mT).masked_fill(off, torch.nan)
+    return score(_cleared(q), _cleared(k)).masked_fill(off, torch.nan)
 
 
 def weighted_sum(

@@ -15,8 +15,12 @@ def keeps(
     """True for the pairs that stay: index tensors that broadcast. Heads count on through the batch."""
     row = _mix(_mix(_mix(_int32(seed)) + _int32(head)) + _int32(query))
     word = _mix(row ^ (_int32(key) * _MIX[2]))
-    # the word is uniform over the 2^32 signed integers
-    return word >= round(dropout * 2**32) - 2**31
+    return word >= threshold(dropout)
+
+
+def threshold(dropout: float) -> int:
+    """The smallest word of a pair that stays: words are uniform over the 2^32 signed integers."""
+    return min(round(dropout * 2**32) - 2**31, 2**31 - 1)
 
 
 def _int32(x: Tensor) -> Tensor:

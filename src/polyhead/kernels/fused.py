@@ -11,7 +11,7 @@ from torch import Tensor
 
 from polyhead._torch import in_sight, native, under_transform
 from polyhead.kernels.call import Call, Result, flat, to_heads
-from polyhead.kernels.many import looks_finite
+from polyhead.kernels.many import small_finite
 from polyhead.kernels.operators import differentiate_definition
 from polyhead.kernels.reference import Reference
 from polyhead.neighbourhood import Causal, Dense
@@ -62,7 +62,9 @@ class Fused:
         # a single query sees all the keys; not `and`, which a tracer takes for a number
         if shape[-2] != call.k.shape[-2]:
             causal = False
-        q, scale = with_positive_scale(call.q, call.score.factor(shape[-1]))
+        q, scale = call.q, call.score.factor(shape[-1])
+        if scale < TINY:
+            q, scale = with_positive_scale(q, scale)
         q, k, v = even(q, call.k, call.v)
         if len(shape) != 4:
             q, k, v = flat(q), flat(k), flat(v)
@@ -76,7 +78,8 @@ class Fused:
             # who looks at the heads later is spared a pass; gradients do not go through it
             lse = lse.detach() if call.sink is None else lse
         else:
-            grouped = k.shape[1] != shape[-3]
+            # not the comparison itself, which a tracer takes for a number
+            grouped = True if k.shape[1] != shape[-3] else False  # noqa: SIM210
             out = F.scaled_dot_product_attention(
                 q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=grouped
             )
@@ -124,7 +127,7 @@ def _differentiate_again(
 
 def _known_finite(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether a look at all numbers is worth its time, and finds that they are finite."""
-    return v.numel() <= FEW_NUMBERS and in_sight(q) and looks_finite(q) and looks_finite(k) and looks_finite(v)
+    return v.numel() <= FEW_NUMBERS and in_sight(q) and in_sight(k) and in_sight(v) and small_finite(q, k, v)
 
 
 def _leaks(q: Tensor, k: Tensor, out: Tensor) -> bool:
@@ -132,9 +135,7 @@ def _leaks(q: Tensor, k: Tensor, out: Tensor) -> bool:
     if not in_sight(q):
         return False
     # the last query sees all keys and values; what is in a query, or makes a weight of zero, leaks through gradients alone
-    if not looks_finite(out.detach()[..., -1:, :].contiguous()):
-        return True
-    return out.requires_grad and not (looks_finite(q) and looks_finite(k))
+    return not small_finite(out[..., -1, :]) or (out.requires_grad and not small_finite(q, k))
 
 
 def _wants_operator(call: Call) -> bool:
@@ -211,9 +212,15 @@ def even(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     if ks[-3] != vs[-3]:
         heads = math.lcm(ks[-3], vs[-3])
         k, v = to_heads(k, heads), to_heads(v, heads)
-    if q.stride(-1) == k.stride(-1) == v.stride(-1) == 1:
+    if q.stride(-1) == k.stride(-1) == v.stride(-1) == 1 and 1 not in q.stride()[:-1]:
         return q, k, v
-    return strided(q), strided(k), strided(v)
+    return _apart(strided(q)), strided(k), strided(v)
+
+
+def _apart(q: Tensor) -> Tensor:
+    """The fused kernel lays its output out as q is, and takes another axis of stride 1 for that of the features."""
+    overlaps = any(n > 1 and step == 1 for n, step in zip(q.shape[:-1], q.stride()[:-1], strict=True))
+    return q.contiguous() if overlaps else q
 
 
 def strided(x: Tensor) -> Tensor:

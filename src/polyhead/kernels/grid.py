@@ -15,6 +15,7 @@ from torch import Tensor
 
 from polyhead._torch import missing, native
 from polyhead.kernels.call import Call, Result, axes, flat, room, to_heads
+from polyhead.kernels.dropout import threshold
 from polyhead.kernels.fused import refuses, strided
 from polyhead.kernels.offsets import attend_gathered
 from polyhead.kernels.operands import check_native_operands, check_operand
@@ -76,10 +77,13 @@ def _window(over: Grid) -> tuple[list[int], list[int], list[int]]:
     """Sizes, reach and dilation of two axes or more; no reach goes beyond the grid from all of its points."""
     steps = over.dilation
     reach = [min(far, (n - 1) // step) for far, n, step in zip(over.reach, over.sizes, steps, strict=True)]
-    # how far apart the points of a window are is of no matter where it has one only
-    steps = tuple(step if far else 1 for far, step in zip(reach, steps, strict=True))
     more = max(2 - len(steps), 0)
-    return [1] * more + list(over.sizes), [0] * more + reach, [1] * more + list(steps)
+    return [1] * more + list(over.sizes), [0] * more + reach, [1] * more + _steps(reach, steps)
+
+
+def _steps(reach: Sequence[int], steps: Sequence[int]) -> list[int]:
+    """The dilation of each axis; it does not matter where a window has a single point."""
+    return [step if far else 1 for far, step in zip(reach, steps, strict=True)]
 
 
 def _distances(sizes: Sequence[int], reach: Sequence[int], steps: Sequence[int]) -> Tensor:
@@ -105,10 +109,9 @@ def _options(
     work = batch * heads * points * offsets * (dim + v.shape[3])
     return {
         "double": q.dtype == torch.float64, "sizes": [batch, heads, k.shape[1], dim, v.shape[3]],
-        # how far apart the points of a window are is of no matter where it has one only
-        "window": [*sizes, *reach, *(step if far else 1 for far, step in zip(reach, steps, strict=True))], "q": axes(q), "k": axes(k), "v": axes(v), "out": axes(out),
+        "window": [*sizes, *reach, *_steps(reach, steps)], "q": axes(q), "k": axes(k), "v": axes(v), "out": axes(out),
         "lse": lse.data_ptr(), "table": 0 if table is None else table.data_ptr(), "scale": scale, "dropout": dropout,
-        "threshold": round(dropout * 2**32) - 2**31, "seed": 0 if seed is None else int(seed.to(torch.int32)),
+        "threshold": threshold(dropout), "seed": 0 if seed is None else int(seed.to(torch.int32)),
         "threads": torch.get_num_threads() if work > _PARALLEL else 1,
     }  # fmt: skip
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from polyhead._torch import in_sight, missing, native, under_transform
 from polyhead.kernels.call import Call, Result, flat, to_heads
+from polyhead.kernels.dropout import threshold
 from polyhead.kernels.graph import Edges
 from polyhead.kernels.many import finite
 from polyhead.kernels.operands import check_operand
@@ -131,12 +132,11 @@ class _Problem:
         self.inside, self.features, self.weights = (
             None if x is None else x.contiguous() for x in (inside, features, weights)
         )
-        threshold = round(dropout * 2**32) - 2**31
         self.options: dict[str, Any] = {
             "kind": kind, "double": q.dtype == torch.float64, "batch": q.shape[0], "sources": k.shape[1],
             "destinations": q.shape[1], "edges": len(self.edge), "heads": q.shape[2], "dim": self.dim,
             "edge_features": 0 if features is None else features.shape[1], "factor": factor, "dropout": dropout,
-            "threshold": threshold, "seed": 0 if seed is None else int(seed.to(torch.int32)), "threads": torch.get_num_threads(),
+            "threshold": threshold(dropout), "seed": 0 if seed is None else int(seed.to(torch.int32)), "threads": torch.get_num_threads(),
         }  # fmt: skip
 
     def wide(self, x: Any) -> Any:

@@ -91,7 +91,9 @@ def differentiate_definition(
     with torch.enable_grad():
         # a tensor may be two of the inputs, whose gradients are to be told apart
         inputs = [None if x is None else x.view_as(x) for x in inputs]
-        pairs = [(y, dy) for y, dy in zip(definition(*inputs), towards, strict=True) if dy is not None]
+        made = zip(definition(*inputs), towards, strict=True)
+        # the log-sum-exp does not depend on the values
+        pairs = [(y, dy) for y, dy in made if dy is not None and y.requires_grad]
         if not pairs:
             return (None,) * len(places)
         outputs, gradients = zip(*pairs, strict=True)

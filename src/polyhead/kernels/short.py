@@ -14,6 +14,7 @@ from torch import Tensor
 
 from polyhead._torch import missing, native
 from polyhead.kernels.call import Call, Result, axes, flat, intervals, room, to_heads
+from polyhead.kernels.dropout import threshold
 from polyhead.kernels.fused import refuses, strided
 from polyhead.kernels.operands import check_native_operands, check_operand
 from polyhead.kernels.operators import define_attention
@@ -54,7 +55,7 @@ class Short:
         heads = math.lcm(call.k.shape[-3], call.v.shape[-3])
         q, k, v = (x.to(dtype) for x in (call.q, call.k, call.v))
         q, k, v = flat(q), flat(to_heads(k, heads)), flat(to_heads(v, heads))
-        first, stop = (end.int() for end in intervals(call))
+        first, stop = (end.clamp(0, k.shape[-2]).int() for end in intervals(call))
         out, lse = torch.ops.polyhead.short(
             q, k, v, first, stop, call.seed, call.score.factor(q.shape[-1]), call.dropout
         )
@@ -80,7 +81,7 @@ def _options(
     return {
         "double": q.dtype == torch.float64, "sizes": [batch, heads, key_heads, queries, keys, dim, width],
         "q": axes(q), "k": axes(k), "v": axes(v), "first": first.data_ptr(), "stop": stop.data_ptr(), "rows": rows,
-        "scale": scale, "dropout": dropout, "threshold": round(dropout * 2**32) - 2**31,
+        "scale": scale, "dropout": dropout, "threshold": threshold(dropout),
         "seed": 0 if seed is None else int(seed.to(torch.int32)), "threads": torch.get_num_threads() if work > _PARALLEL else 1,
     }  # fmt: skip
 

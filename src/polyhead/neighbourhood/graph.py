@@ -309,7 +309,7 @@ def _weights(weights: Tensor, edges: int) -> Float[Tensor, " edges"]:
     return weights
 
 
-def check_sparse(matrix: Tensor) -> None:
+def check_sparse(name: str, matrix: Tensor) -> None:
     """Raise where the indices of a sparse matrix point beyond it: torch follows them unless it is asked to look."""
     layout, size = matrix.layout, matrix.shape
     try:
@@ -322,7 +322,7 @@ def check_sparse(matrix: Tensor) -> None:
         torch.sparse_compressed_tensor(starts, ends, matrix.values(), size, layout=layout, check_invariants=True)
     except RuntimeError as error:
         raise ValueError(
-            f"edge_index must be a sparse matrix whose indices lie within it, got one that torch refuses: {error}"
+            f"{name} must be a sparse matrix whose indices lie within it, got one that torch refuses: {error}"
         ) from error
 
 
@@ -337,7 +337,7 @@ def _from_sparse(
         raise ValueError(
             f"num_nodes: it is {num_nodes!r}, but the sparse matrix has {size[1]} rows and {size[0]} columns"
         )
-    check_sparse(matrix)
+    check_sparse("edge_index", matrix)
     entries = matrix.to_sparse_coo().coalesce()
     values = entries.values()
     if weights is None and not bool((values == 1).all()):

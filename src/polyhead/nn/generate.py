@@ -43,7 +43,8 @@ class Choice(NamedTuple):
 
     def of(self, logits: Float[Tensor, "batch vocab"]) -> Int[Tensor, " batch"]:
         """One token a row."""
-        if not self.temperature:
+        # less would be zero in fp32
+        if self.temperature < torch.finfo(torch.float32).tiny:
             return logits.argmax(-1)
         # the largest becomes 0: whatever the temperature, nothing overflows
         logits = (logits - logits.amax(-1, keepdim=True)).float() / self.temperature
@@ -55,6 +56,7 @@ class Choice(NamedTuple):
             sorted_, order = probabilities.sort(descending=True)
             # a token is left out where those before it have enough already
             beyond = sorted_.cumsum(-1) - sorted_ >= self.top_p
+            beyond[:, 0] = False
             probabilities = probabilities.masked_fill(torch.zeros_like(beyond).scatter(1, order, beyond), 0.0)
         return torch.multinomial(probabilities, 1, generator=self.generator)[:, 0]
 

@@ -15,6 +15,7 @@ from polyhead._torch import numbers_hidden, without_autocast
 from polyhead.kernels.rows import Live
 from polyhead.kernels.thin import mapped
 from polyhead.neighbourhood import Dense, Neighbourhood, Sizes, neighbourhood
+from polyhead.neighbourhood.graph import check_sparse
 from polyhead.neighbourhood.order import starts
 
 # Leaving rows out costs copies: it pays where the share left out, times the features that each row is mapped by, is more
@@ -101,6 +102,7 @@ def _sparse(x: Float[Tensor, "items features"]) -> _Sparse:
     # inference tensors count no changes
     version = None if x.is_inference() else x._version
     if version is None or x not in _known or _known[x][0] != version:
+        check_sparse("sparse inputs", x)
         entries = x.to_sparse_coo().coalesce()
         row, column = entries.indices()
         place = column.argsort(stable=True)

@@ -39,6 +39,8 @@ class FeedForward(nn.Module):
         bias: whether the maps have biases.
     """
 
+    __prepare_scriptable__ = refuse_scripting
+
     def __init__(
         self, d_model: int, d_hidden: int, *, activation: str = "relu", gated: bool = False, bias: bool = True
     ) -> None:

@@ -107,7 +107,7 @@ def with_loops(edge_index: Tensor, loops: int) -> Tensor:
 
 def _entries(matrix: Tensor) -> tuple[Int[Tensor, "2 edges"], Float[Tensor, "edges dim"] | None]:
     """The entries of a sparse matrix with destinations in its rows, in the order in which it holds them."""
-    check_sparse(matrix)
+    check_sparse("edge_index", matrix)
     if matrix.layout == torch.sparse_coo:
         matrix = matrix.coalesce()
         pairs, values = matrix.indices().flip(0), matrix.values()

@@ -10,6 +10,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter, is_lazy
 
+from polyhead.neighbourhood.graph import check_sparse
+
 
 class Linear(nn.Module):
     """PyG's linear map: drawn as PyG draws it, and with as many inputs as it first meets where they are -1."""
@@ -39,6 +41,8 @@ class Linear(nn.Module):
         if self.in_channels < 0:
             self._settle(x.shape[-1])
             self.reset_parameters()
+        if x.layout != torch.strided:
+            check_sparse("x", x)
         return F.linear(x, self.weight, self.bias)
 
     def _settle(self, in_channels: int) -> None:

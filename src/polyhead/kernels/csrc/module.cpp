@@ -4,6 +4,7 @@
 #include <nanobind/stl/vector.h>
 
 #include <new>
+#include <stdexcept>
 
 #include "dispatch.hpp"
 #include "sort.hpp"
@@ -185,10 +186,62 @@ bool all_finite(bool wide, const Pointers &data, const Sizes &counts, int thread
     return kernels_in_use().finite({wide, int64_t(data.size()), data.data(), counts.data(), threads});
 }
 
-// The same of one short piece, in the time of a call: neither lists nor threads.
-bool short_finite(bool wide, Pointer data, int64_t count) {
-    const int64_t at = int64_t(data);
-    return kernels_in_use().finite({wide, 1, &at, &count, 1});
+int64_t integer(nb::handle tuple, size_t i) { return PyLong_AsLongLong(PyTuple_GET_ITEM(tuple.ptr(), Py_ssize_t(i))); }
+
+// Numbers as small_finite is given them: fp32, fp64, bf16, fp16.
+constexpr int64_t WIDTHS[] = {4, 8, 2, 2};
+constexpr uint16_t EXPONENTS[] = {0, 0, 0x7F80, 0x7C00};
+
+bool run_finite(int kind, int64_t at, int64_t count) {
+    if (kind < 2) return kernels_in_use().finite({kind == 1, 1, &at, &count, 1});
+    const uint16_t *x = reinterpret_cast<const uint16_t *>(at), mask = EXPONENTS[kind];
+    int wrong = 0;
+    for (int64_t i = 0; i < count; ++i) wrong |= (x[i] & mask) == mask;
+    return !wrong;
+}
+
+// The same of one tensor with any strides.
+bool strided_finite(int kind, int64_t data, nb::handle shape, nb::handle strides) {
+    constexpr size_t AXES = 8;
+    const size_t given = nb::len(shape);
+    if (given > AXES || nb::len(strides) != given) throw std::invalid_argument("tensors must have at most eight axes");
+    int64_t n[AXES], step[AXES], at[AXES] = {};
+    // axes that follow each other in memory are one
+    size_t axes = 0;
+    for (size_t i = 0; i < given; ++i) {
+        const int64_t size = integer(shape, i), stride = integer(strides, i);
+        if (size == 0) return true;
+        if (size == 1) continue;
+        if (axes > 0 && step[axes - 1] == size * stride)
+            n[axes - 1] *= size, step[axes - 1] = stride;
+        else
+            n[axes] = size, step[axes++] = stride;
+    }
+    const int64_t width = WIDTHS[kind];
+    const bool rows = axes > 0 && step[axes - 1] == 1;
+    const int64_t count = rows ? n[--axes] : 1;
+    for (int64_t place = data;;) {
+        if (!run_finite(kind, place, count)) return false;
+        size_t axis = axes;
+        while (axis > 0 && ++at[axis - 1] == n[axis - 1]) {
+            --axis;
+            place -= (n[axis] - 1) * step[axis] * width;
+            at[axis] = 0;
+        }
+        if (axis == 0) return true;
+        place += step[axis - 1] * width;
+    }
+}
+
+// The same of small tensors, each a pointer, a shape and strides, in the time of a call: neither lists nor threads.
+bool small_finite(int kind, nb::args tensors) {
+    if (kind < 0 || kind > 3) throw std::invalid_argument("kind must be 0, 1, 2 or 3");
+    for (size_t i = 0; i + 2 < tensors.size(); i += 3) {
+        nb::handle shape = tensors[i + 1], strides = tensors[i + 2];
+        if (!PyTuple_Check(shape.ptr()) || !PyTuple_Check(strides.ptr())) throw std::invalid_argument("shapes must be tuples");
+        if (!strided_finite(kind, integer(tensors, i), shape, strides)) return false;
+    }
+    return true;
 }
 
 // Adds 1 to each number.
@@ -251,7 +304,7 @@ NB_MODULE(_native, m) {
           "first"_a, "first_strides"_a, "second"_a, "second_strides"_a, "canonical"_a, "copies"_a, "tangent"_a, "transport"_a,
           "sign"_a, "keep"_a, "add"_a, "now"_a, "ahead"_a, "keep_second"_a, "root"_a, "eps"_a, "scale"_a, "threads"_a);
     m.def("all_finite", &all_finite, "double"_a, "data"_a, "counts"_a, "threads"_a);
-    m.def("short_finite", &short_finite);
+    m.def("small_finite", &small_finite);
     m.def("count", &count, "data"_a);
     m.def("instruction_sets", &set_names);
     m.def("instruction_set", [] { return std::string(kernels_in_use().name); });
