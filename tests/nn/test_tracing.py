@@ -246,9 +246,6 @@ def test_traced_by_example(over: Any, length: int):
 
 
 def test_a_layer_that_is_the_whole_model_is_refused_in_one_sentence():
-    for layer in (
-        MultiHeadAttention(MODEL, HEADS),
-        TransformerLayer(MultiHeadAttention(MODEL, HEADS), FeedForward(MODEL, 64)),
-    ):
-        with pytest.raises(TypeError, match=r"records \w+ as one node; trace a model that holds it$"):
-            torch.fx.symbolic_trace(layer)
+    layer = TransformerLayer(MultiHeadAttention(MODEL, HEADS), FeedForward(MODEL, 64))
+    with pytest.raises(TypeError, match=r"records TransformerLayer as one node; trace a model that holds it$"):
+        torch.fx.symbolic_trace(layer)
