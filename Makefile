@@ -26,7 +26,7 @@ sanitize: .venv/test
 	  -D nanobind_ROOT=$$($(BIN)/python -m nanobind --cmake_dir)
 	cmake --build build/sanitize --parallel 2
 	build/sanitize/test_kernels
-	LD_PRELOAD=$$($(CXX) -print-file-name=libasan.so) ASAN_OPTIONS=detect_leaks=0 \
+	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" ASAN_OPTIONS=detect_leaks=0 \
 	  $(BIN)/python -m fuzz attend graph grid layer optim --count 1000 --native build/sanitize/_native*.so
 
 format: .venv/test
