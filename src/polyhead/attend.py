@@ -262,8 +262,11 @@ def _seed(seed: Tensor | int, device: torch.device) -> Int[Tensor, ""]:
 
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(x, Tensor) or x.layout is not torch.strided or x.is_nested:
+    if (
+        not (type(q) is type(k) is type(v) is Tensor and q.layout is k.layout is v.layout is torch.strided)
+        or q.is_nested
+    ):
+        for name, x in (("q", q), ("k", k), ("v", v)):
             check_tensor(name, x, "(..., heads, items, dim)")
     qs, ks, vs = q.shape, k.shape, v.shape
     if len(qs) < 3:
@@ -285,7 +288,7 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ValueError(
             f"q, k and v must be of one dtype, float64, float32, bfloat16 or float16, got {q.dtype}, {k.dtype} and {v.dtype}"
         )
-    if not (q.device == k.device == v.device):
+    if not (q.is_cpu and k.is_cpu and v.is_cpu) and not (q.device == k.device == v.device):
         raise ValueError(f"q, k, v must be on one device, got {q.device}, {k.device} and {v.device}")
 
 

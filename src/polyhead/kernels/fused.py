@@ -88,7 +88,7 @@ class Fused:
             from polyhead.kernels.tiled import Tiled  # which imports this file
 
             return Tiled()(call)
-        if not compiling and out.grad_fn is not None:
+        if out.requires_grad and not compiling:
             _allow_second_derivatives(out)
         if len(shape) != 4:
             out = out.reshape(*shape[:-1], out.shape[-1])
@@ -127,7 +127,8 @@ def _differentiate_again(
 
 def _known_finite(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether a look at all numbers is worth its time, and finds that they are finite."""
-    return v.numel() <= FEW_NUMBERS and in_sight(q) and in_sight(k) and in_sight(v) and small_finite(q, k, v)
+    few = v.numel() <= FEW_NUMBERS and type(k) is type(v) is Tensor
+    return few and in_sight(q) and small_finite(q, k, v)
 
 
 def _leaks(q: Tensor, k: Tensor, out: Tensor) -> bool:
