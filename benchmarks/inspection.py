@@ -22,7 +22,7 @@ from polyhead import capture
 from polyhead.attend import run
 from polyhead.heads import Heads, Origin
 from polyhead.inspection import METRICS
-from polyhead.inspection.kept import Kept
+from polyhead.inspection.capture.head_metrics import Kept
 from polyhead.kernels.call import Call
 from polyhead.neighbourhood import Dense
 from polyhead.score import Dot

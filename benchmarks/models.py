@@ -22,7 +22,7 @@ from benchmarks.case import Case, Results, Side, Sides, grad, inference
 from polyhead import Padding
 from polyhead.interop.huggingface import register
 from polyhead.interop.torch_layers import layer_from_torch
-from polyhead.kernels.thin import linear
+from polyhead.linalg.skinny_gemm import linear
 from polyhead.models import Bert, Gpt
 from polyhead.nn import FeedForward, Transformer, TransformerLayer
 

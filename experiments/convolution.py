@@ -50,7 +50,7 @@ from rich.progress import Progress
 from torch import Tensor, nn
 
 from polyhead import Grid, MultiHeadAttention, QuadraticOffset, from_conv, to_conv
-from polyhead.nn.taps import leaks
+from polyhead.nn.conv.extract import leaks
 
 CHANNELS, HEADS, SIDE = 9, 9, 28
 ALPHAS = (2.0, 5.0, 10.0, 20.0, 40.0)

@@ -27,7 +27,8 @@ from rich.progress import track
 from torch import Tensor
 
 from polyhead import Padding, capture, models
-from polyhead.inspection import corpus, effect
+from polyhead.inspection.analysis import ablation
+from polyhead.inspection.roles import corpus
 
 
 class Texts:
@@ -55,9 +56,9 @@ def apart(vectors: Tensor) -> float:
 def measure(number: int, orders: int) -> dict[str, Any]:
     model, tokenizer = models.default()
     texts = Texts(model, tokenizer, number)
-    loss = effect.embedding_change(texts)
-    alone = effect.ablate(model, loss, progress=lambda heads: track(heads, "one head at a time …", transient=True))
-    average = effect.ablate(
+    loss = ablation.embedding_change(texts)
+    alone = ablation.ablate(model, loss, progress=lambda heads: track(heads, "one head at a time …", transient=True))
+    average = ablation.ablate(
         model, loss, "mean", progress=lambda heads: track(heads, "by their means …", transient=True)
     )
     costs = {head: float(alone.without[head.name][head.head]) for head in alone.ranked()}
@@ -65,12 +66,16 @@ def measure(number: int, orders: int) -> dict[str, Any]:
     # the proxy needs a loss with a slope: at no change that of 1 − cos is zero
     with torch.no_grad():
         target = texts().roll(1, 0)
-    proxy = effect.importance(model, lambda: 1 - F.cosine_similarity(texts(), target, dim=-1).mean())
-    ways = {"least important first (Michel 2019)": [effect.ranked(proxy)], "cheapest first": [by_cost], "at random": []}
+    proxy = ablation.importance(model, lambda: 1 - F.cosine_similarity(texts(), target, dim=-1).mean())
+    ways = {
+        "least important first (Michel 2019)": [ablation.ranked(proxy)],
+        "cheapest first": [by_cost],
+        "at random": [],
+    }
     for seed in range(orders):
         ways["at random"].append(random.Random(seed).sample(by_cost, len(by_cost)))
     bar = lambda heads: track(heads, "many heads together …", transient=True)
-    curves = {way: [effect.prune(model, loss, order, progress=bar) for order in its] for way, its in ways.items()}
+    curves = {way: [ablation.prune(model, loss, order, progress=bar) for order in its] for way, its in ways.items()}
     sums = {
         way: [[sum(costs[h] for h in order[:n]) for n in range(len(order) + 1)] for order in its]
         for way, its in ways.items()

@@ -28,7 +28,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from polyhead import MultiHeadAttention, models, self_dominance
-from polyhead.inspection import corpus
+from polyhead.inspection.roles import corpus
 
 # (items, features)
 SHAPES = ((16, 8), (64, 8), (64, 64), (512, 64), (512, 512))

@@ -291,7 +291,7 @@ def test_another_weight_is_noticed(kind: graph.Kind, train: bool, pyg: None, mon
 
 
 def test_what_is_not_the_kernel_is_not_timed(monkeypatch: pytest.MonkeyPatch, kernels: None) -> None:
-    monkeypatch.setattr("polyhead.kernels.native.Native.refuses", lambda self, call: "it is Sunday")
+    monkeypatch.setattr("polyhead.kernels.edges_native.Native.refuses", lambda self, call: "it is Sunday")
     with pytest.raises(CaseError, match=r"does not run in C\+\+ but as (?!native)(?s:.)*not native: it is Sunday"):
         graph_parts.layer_and_its_functions(graph.GATV2, TINY[0])
 

@@ -22,7 +22,7 @@ import torch
 
 from benchmarks.__main__ import main as benchmark
 from polyhead.cli.main import main
-from polyhead.inspection.report import Page, report
+from polyhead.inspection.report.report import Page, report
 from polyhead.nn import MultiHeadAttention
 
 if sys.platform == "win32":

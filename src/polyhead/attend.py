@@ -13,7 +13,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 from polyhead._checks import LARGEST_INT64, WrongType, check_integer, check_number, check_tensor, kind_of, shown
 from polyhead._torch import widened
 from polyhead.kernels import Call, Result, kernels
-from polyhead.kernels.graph import weights as edge_weights
+from polyhead.kernels.edges_torch import weights as edge_weights
 from polyhead.kernels.reference import through_sink, weights
 from polyhead.neighbourhood import Dense, Graph, Grid, Lattice, Neighbourhood, Sizes, broadcasts, neighbourhood, parts
 from polyhead.position import Position

@@ -10,7 +10,7 @@ import torch
 
 from polyhead.cli import inspect
 from polyhead.cli.main import main
-from polyhead.inspection import corpus, find
+from polyhead.inspection.roles import corpus, find
 from polyhead.models import files
 from polyhead.models.pretrained import DEFAULT
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from polyhead import _limits
-from polyhead.inspection.corpus import gap, own_pairs, treebank
+from polyhead.inspection.roles.corpus import gap, own_pairs, treebank
 
 WORD = "1\ta\t_\tX\t_\t_\t0\troot\t_\t_\n"
 HEADER = "ID\tText\tPronoun\tPronoun-offset\tA\tA-offset\tA-coref\tB\tB-offset\tB-coref\tURL\n"
@@ -48,7 +48,7 @@ KINDS = {
 }
 READERS = """
 from polyhead.cli.inspect import _read
-from polyhead.inspection.corpus import gap, own_pairs, treebank
+from polyhead.inspection.roles.corpus import gap, own_pairs, treebank
 from polyhead.inspection.vision import read_image
 readers = {"treebank": treebank, "gap": gap, "pairs": own_pairs, "text": _read, "image": read_image}
 

@@ -32,8 +32,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch_geometric import nn as pyg
 
-import polyhead.kernels.graph
-import polyhead.kernels.native
+import polyhead.kernels.edges_native
+import polyhead.kernels.edges_torch
 import polyhead.neighbourhood.graph
 from polyhead.interop import pyg as interop
 
@@ -300,8 +300,8 @@ def test_nothing_of_edges_x_heads_x_channels(
     kind: str, edge_dim: int | None, call: dict, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # what a C++ kernel makes would not be seen
-    monkeypatch.setattr(polyhead.kernels.native, "native", None)
-    monkeypatch.setattr(polyhead.kernels.graph, "BLOCK", 1 << 14)
+    monkeypatch.setattr(polyhead.kernels.edges_native, "native", None)
+    monkeypatch.setattr(polyhead.kernels.edges_torch, "BLOCK", 1 << 14)
     nodes, edges, heads, channels = 50, 3000, 4, 8
     peer, ours = (getattr(of, kind)(IN, channels, heads, edge_dim=edge_dim) for of in (pyg, interop))
     x, edge_index = torch.randn(nodes, IN, requires_grad=True), torch.randint(nodes, (2, edges))

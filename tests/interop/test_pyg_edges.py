@@ -32,8 +32,8 @@ from pyg_pairs import (
 from torch import Tensor
 from torch_geometric.edge_index import EdgeIndex
 
-import polyhead.kernels.graph
-import polyhead.kernels.native
+import polyhead.kernels.edges_native
+import polyhead.kernels.edges_torch
 import polyhead.neighbourhood.graph
 from polyhead.interop import pyg as interop
 from polyhead.interop.pyg import edges as kept_edges

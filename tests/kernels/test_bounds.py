@@ -18,8 +18,8 @@ import threading, time
 import torch
 from torch.utils import _pytree as pytree
 from polyhead import GAT, Dot, GATv2, Graph, Grid, attend
-from polyhead.kernels.native import native
-from polyhead.neighbourhood.order import Order
+from polyhead.kernels.edges_native import native
+from polyhead.neighbourhood.csr import Order
 
 IDS = ("first", "source", "number", "out_first", "out_place", "out_destination")
 

@@ -32,9 +32,10 @@ from polyhead import (
 )
 from polyhead._torch import native
 from polyhead.interop.pyg.edges import of_loops
-from polyhead.kernels import Call, metrics
-from polyhead.kernels.metrics import Part
-from polyhead.kernels.rows import Live
+from polyhead.kernels import Call
+from polyhead.metrics import blockwise
+from polyhead.metrics.blockwise import Part
+from polyhead.nn.unpad import Live
 
 HUB = 5000
 HEADS, DIM = 2, 4
@@ -260,12 +261,12 @@ def test_means_over_edges_are_taken_in_fp32(dtype: torch.dtype):
 def test_the_gradients_of_blocks_are_added_in_fp32(monkeypatch: pytest.MonkeyPatch):
     """What is measured of many blocks of queries adds up in the gradient of a key."""
     # one query a block
-    monkeypatch.setattr(metrics, "BLOCK", 3)
+    monkeypatch.setattr(blockwise, "BLOCK", 3)
     q, k = (some(1, n, DIM).bfloat16().requires_grad_() for n in (HUB // 8, 3))
     given = []
     for dtype in (torch.bfloat16, torch.float64):
         call = Call(q.to(dtype), k.to(dtype), k.to(dtype), Dense(), Dot())
-        given += torch.autograd.grad(metrics.mass_on(Part(call), torch.tensor([1.0, 0.0, 0.0])).sum(), k)
+        given += torch.autograd.grad(blockwise.mass_on(Part(call), torch.tensor([1.0, 0.0, 0.0])).sum(), k)
     torch.testing.assert_close(*given, rtol=2**-6, atol=0.1)
 
 

@@ -10,10 +10,19 @@ from torch import nn
 
 from polyhead import Causal, Graph, Grid, MultiHeadAttention, Padding, capture, report, self_dominance
 from polyhead.inspection import Text, captured_variance, principal_angles, rollout, subspaces
-from polyhead.inspection.corpus import gap, known, own_pairs, some, treebank
-from polyhead.inspection.effect import ablate, causal_lm, embedding_change, importance, masked_lm, prune, ranked, turned
-from polyhead.inspection.find import Subject, find, induction
-from polyhead.inspection.roles import Card
+from polyhead.inspection.analysis.ablation import (
+    ablate,
+    causal_lm,
+    embedding_change,
+    importance,
+    masked_lm,
+    prune,
+    ranked,
+    turned,
+)
+from polyhead.inspection.roles.corpus import gap, known, own_pairs, some, treebank
+from polyhead.inspection.roles.find import Subject, find, induction
+from polyhead.inspection.roles.roles import Card
 
 X = torch.randn(2, 6, 12)
 MHA = MultiHeadAttention(12, 3)

@@ -23,8 +23,8 @@ from polyhead import (
     Window,
     attend,
 )
-from polyhead.inspection.corpus import treebank
-from polyhead.inspection.find import induction
+from polyhead.inspection.roles.corpus import treebank
+from polyhead.inspection.roles.find import induction
 from polyhead.models import Bert, Llama
 from polyhead.models.bert import Config as BertConfig
 from polyhead.models.llama import Config as LlamaConfig

@@ -39,7 +39,7 @@ WITHOUT_ARGUMENTS = {
 }  # fmt: skip
 # Modules whose functions are public without a list of their names.
 FUNCTIONS = (
-    "polyhead.inspection.corpus", "polyhead.inspection.effect", "polyhead.inspection.find", "polyhead.interop.torch",
+    "polyhead.inspection.roles.corpus", "polyhead.inspection.analysis.ablation", "polyhead.inspection.roles.find", "polyhead.interop.torch",
     "polyhead.interop.torch_layers", "polyhead.interop.julia",
 )  # fmt: skip
 

@@ -25,7 +25,7 @@ from polyhead import (
     attend,
 )
 from polyhead.neighbourhood import Both, Rows
-from polyhead.neighbourhood.order import Order
+from polyhead.neighbourhood.csr import Order
 
 PAIRS = torch.tensor([[0, 1, 2, 2, 0, 5, 3], [1, 0, 0, 1, 0, 4, 5]])
 HOLES = torch.tensor([[True, False, True, True, False, False], [False, True, True, True, True, False]])

@@ -13,14 +13,15 @@ import torch
 
 from polyhead import _files, _limits
 from polyhead.cli.inspect_image import inspect_image
-from polyhead.inspection import corpus, effect, findings
-from polyhead.inspection.capture import NOTHING_SEEN, Seen, capture
-from polyhead.inspection.find import Subject, find
-from polyhead.inspection.here import here
+from polyhead.inspection.analysis import ablation
+from polyhead.inspection.capture.capture import NOTHING_SEEN, Seen, capture
 from polyhead.inspection.loading import Loaded, load
-from polyhead.inspection.report import report
-from polyhead.inspection.roles import NO_ROLE, ROLES, Card, Found
-from polyhead.inspection.words import Text
+from polyhead.inspection.report.report import report
+from polyhead.inspection.roles import corpus, headline
+from polyhead.inspection.roles.find import Subject, find
+from polyhead.inspection.roles.roles import NO_ROLE, ROLES, Card, Found
+from polyhead.inspection.roles.text import Text
+from polyhead.inspection.roles.text_evidence import here
 from polyhead.models import Tokens
 
 if TYPE_CHECKING:
@@ -124,8 +125,8 @@ def _inspect_text(arguments: argparse.Namespace, busy: Console, console: Console
     found = _with_effects(found, loaded, tokens, busy)
     notes += found.notes
     told = ["The effect of removing a head is how far the text's vector turns without it: 1 − cos."]
-    first = findings.star(found)
-    sentence, rest = findings.sentence(first), findings.resting(seen, text)
+    first = headline.star(found)
+    sentence, rest = headline.sentence(first), headline.resting(seen, text)
     with busy.status("Writing the page …"):
         report(
             seen, arguments.out, texts=text, title=_short(written), finding=sentence,
@@ -169,7 +170,7 @@ def _with_effects(found: Found, loaded: Loaded, tokens: Tokens, busy: Console) -
         return found
     vector = lambda ids: _hidden(loaded.model(ids)).mean(-2)
     with busy.status("Taking heads out …"):
-        lost = effect.turned(loaded.model, vector, tokens.ids)
+        lost = ablation.turned(loaded.model, vector, tokens.ids)
     by_layer = list(lost.without.values())
     changed = lambda card: card._replace(effect=float(by_layer[card.layer][card.head]))
     return Found([changed(card) for card in found.cards], found.measured, found.notes)
@@ -199,7 +200,7 @@ def _short(text: str, most: int = 80) -> str:
 
 def _print(
     console: Console, arguments: argparse.Namespace, seen: Seen, text: Text, found: Found, sentence: str,
-    rest: findings.Resting | None, notes: Sequence[str],
+    rest: headline.Resting | None, notes: Sequence[str],
 ) -> None:  # fmt: skip
     """One screen: the finding, the roles with their strongest pairs, what special tokens hide, what the textbook says."""
     console.print(sentence, style="bold")
@@ -219,7 +220,7 @@ def _print(
         console.print("\nWhat textbooks say of this sentence, and where it is most so:")
         # of a head with one word for all, a single pair says nothing
         everybody = {card.name: card.pair[1] for card in found.of_role("one word for all") if card.pair}
-        for pair in findings.strongest(seen, text, _TAUGHT):
+        for pair in headline.strongest(seen, text, _TAUGHT):
             verdict = "yes" if pair.weight > 0.5 else "hardly" if pair.weight > 0.2 else "no"
             if everybody.get(pair.head) == pair.at:
                 verdict = "only as nearly all words do there"

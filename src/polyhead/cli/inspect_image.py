@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from polyhead.inspection.capture import Seen, capture
-from polyhead.inspection.imaged import imaged
-from polyhead.inspection.looking import looking
-from polyhead.inspection.report import report
+from polyhead.inspection.analysis.image_stats import looking
+from polyhead.inspection.capture.capture import Seen, capture
+from polyhead.inspection.report.image_layout import imaged
+from polyhead.inspection.report.report import report
 from polyhead.inspection.vision import read_image, seeing
 
 if TYPE_CHECKING:

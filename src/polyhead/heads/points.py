@@ -11,10 +11,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from polyhead._checks import check_integer, check_integers, is_integer, shown
-from polyhead.kernels import metrics
-from polyhead.kernels.ask import AnyPart
-from polyhead.kernels.edge_metrics import EdgePart
-from polyhead.kernels.metrics import Part
+from polyhead.metrics import blockwise
+from polyhead.metrics.blockwise import Part
+from polyhead.metrics.edges import EdgePart
+from polyhead.metrics.plan import AnyPart
 from polyhead.neighbourhood import Lattice
 from polyhead.neighbourhood.grid import points as grid_points
 from polyhead.neighbourhood.grid import written
@@ -104,7 +104,7 @@ def averaged_around(
     at = points.lattice.queries(part.call.q.device)
     # special tokens have no place, but are counted
     at = torch.cat((at.new_zeros(points.queries, len(sizes)), at))
-    return metrics.around(part._replace(queries=asking), at, sizes, points.keys, each)
+    return blockwise.around(part._replace(queries=asking), at, sizes, points.keys, each)
 
 
 def from_one(

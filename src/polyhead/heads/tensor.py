@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from polyhead.heads.parts import chosen, narrowed, one
-from polyhead.kernels.ask import AnyPart
+from polyhead.metrics.plan import AnyPart
 
 if TYPE_CHECKING:
     import numpy as np

@@ -10,8 +10,8 @@ from torch.utils import _pytree as pytree
 from polyhead.heads.origin import Origin
 from polyhead.heads.view import Heads
 from polyhead.kernels import Call
-from polyhead.kernels.edge_metrics import EdgePart
-from polyhead.kernels.metrics import Part
+from polyhead.metrics.blockwise import Part
+from polyhead.metrics.edges import EdgePart
 from polyhead.neighbourhood import Graph
 from polyhead.score import Dot
 

@@ -18,10 +18,11 @@ from polyhead.heads.origin import WATCHED, WEIGHTS_NEED, Origin, versions
 from polyhead.heads.parts import Index, chosen, narrowed, one, pick
 from polyhead.heads.points import At, averaged_around, drawn_around, drawn_from, points_of
 from polyhead.heads.tensor import AsTensor
-from polyhead.kernels import Call, metrics
-from polyhead.kernels.ask import AnyPart, Place, Question, answers, mass_question
-from polyhead.kernels.edge_metrics import EdgePart
-from polyhead.kernels.metrics import Part
+from polyhead.kernels import Call
+from polyhead.metrics import blockwise
+from polyhead.metrics.blockwise import Part
+from polyhead.metrics.edges import EdgePart
+from polyhead.metrics.plan import AnyPart, Place, Question, answers, mass_question
 from polyhead.neighbourhood import Graph, broadcasts
 from polyhead.picture import html, plot
 
@@ -79,7 +80,7 @@ class Heads(AsTensor):
         heads = call.sizes.heads
         # (..., out, heads · dim) -> (..., heads, out, dim)
         by_head = None if join is None else join.unflatten(-1, (heads, -1)).movedim(-2, -3)
-        moved = metrics.moved_by(call.v, by_head, heads)
+        moved = blockwise.moved_by(call.v, by_head, heads)
         return moved if gate is None else moved * gate.abs()[..., :, None]
 
     def select(
@@ -232,7 +233,7 @@ class Heads(AsTensor):
         if number < 2:
             raise ValueError(f"queries: at least two are compared, and this attention has {number}")
         chosen = torch.linspace(0, number - 1, min(queries, number), device=self.device).long()
-        answer = metrics.agreement(call, chosen)
+        answer = blockwise.agreement(call, chosen)
         return answer if self._part.heads is None else answer.index_select(-1, self._part.heads)
 
     def around(

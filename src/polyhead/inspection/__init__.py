@@ -1,12 +1,12 @@
 """See the heads: record them, name what they do, show them."""
 
-from polyhead.inspection.capture import Captured, Seen, capture
-from polyhead.inspection.kept import METRICS, Kept
-from polyhead.inspection.report import Page, report
-from polyhead.inspection.rollout import rollout
-from polyhead.inspection.self_dominance import SelfDominance, self_dominance
-from polyhead.inspection.subspaces import Variance, captured_variance, principal_angles, subspaces
-from polyhead.inspection.words import Text
+from polyhead.inspection.analysis.rollout import rollout
+from polyhead.inspection.analysis.self_dominance import SelfDominance, self_dominance
+from polyhead.inspection.analysis.subspaces import Variance, captured_variance, principal_angles, subspaces
+from polyhead.inspection.capture.capture import Captured, Seen, capture
+from polyhead.inspection.capture.head_metrics import METRICS, Kept
+from polyhead.inspection.report.report import Page, report
+from polyhead.inspection.roles.text import Text
 
 __all__ = [
     "METRICS",

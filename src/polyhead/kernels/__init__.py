@@ -1,15 +1,15 @@
 """The kernels, in the order in which they are asked: the first that does not refuse a call computes it."""
 
 from polyhead.kernels.call import Call, Kernel, Result
+from polyhead.kernels.edges_native import Native
+from polyhead.kernels.edges_torch import Edges
 from polyhead.kernels.fused import Fused
-from polyhead.kernels.graph import Edges
 from polyhead.kernels.grid import OnGrid
-from polyhead.kernels.native import Native
 from polyhead.kernels.offsets import AtOffsets
-from polyhead.kernels.pairs import Pairs
 from polyhead.kernels.reference import Reference
 from polyhead.kernels.short import Short
 from polyhead.kernels.tiled import Tiled
+from polyhead.kernels.windows import Pairs
 from polyhead.neighbourhood import Graph, Grid, Offsets
 
 ALONG_KEYS: tuple[Kernel, ...] = (Fused(), Short(), Tiled(), Reference())

@@ -13,7 +13,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from polyhead._torch import in_sight, numbers_hidden
-from polyhead.kernels.many import finite
+from polyhead.linalg.foreach import finite
 
 
 def dots(

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from polyhead._torch import in_sight, native, under_transform
 from polyhead.kernels.call import Call, Result, flat, to_heads
-from polyhead.kernels.many import small_finite
 from polyhead.kernels.operators import differentiate_definition
 from polyhead.kernels.reference import Reference
+from polyhead.linalg.foreach import small_finite
 from polyhead.neighbourhood import Causal, Dense
 from polyhead.score import Dot
 

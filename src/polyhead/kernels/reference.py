@@ -12,7 +12,7 @@ from polyhead._torch import in_sight, without_autocast
 from polyhead.kernels.allowed import dots, scored_apart, weighted_sum
 from polyhead.kernels.call import Call, Result, to_heads
 from polyhead.kernels.dropout import keeps
-from polyhead.kernels.many import finite
+from polyhead.linalg.foreach import finite
 from polyhead.neighbourhood import Graph, Mask
 from polyhead.score import Dot
 

@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from polyhead.kernels.thin import linear
+from polyhead.linalg.skinny_gemm import linear
 from polyhead.models import files, saving, weights
 from polyhead.models.causal import CausalModel
 from polyhead.nn import FeedForward, MultiHeadAttention, TransformerLayer

@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from polyhead.kernels.thin import linear, mapped
+from polyhead.linalg.skinny_gemm import linear, mapped
 from polyhead.models import files, saving, weights
 from polyhead.models.causal import CausalModel
 from polyhead.nn import FeedForward, MultiHeadAttention, TransformerLayer

@@ -8,9 +8,9 @@ stands at the last key ("lower-right"), so that one predicate serves self-attent
 import torch
 
 from polyhead.neighbourhood.base import Both, Dense, Mask, Neighbourhood, Rows, Sizes, broadcasts, neighbourhood, parts
+from polyhead.neighbourhood.csr import Order
 from polyhead.neighbourhood.graph import Graph
 from polyhead.neighbourhood.grid import Grid, Lattice, Offsets
-from polyhead.neighbourhood.order import Order
 from polyhead.neighbourhood.sequence import Causal, Padding, Segments, Window
 
 # an exported program that takes a neighbourhood keeps an example of it, which torch.export.load reads as weights only

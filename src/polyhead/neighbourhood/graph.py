@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from polyhead._checks import LARGEST, WrongType, as_tensor, check_integer, shown
 from polyhead._torch import numbers_hidden, widened
 from polyhead.neighbourhood.base import Neighbourhood, Sizes, neighbourhood, parts
-from polyhead.neighbourhood.order import Order, check_form, check_ids, order
+from polyhead.neighbourhood.csr import Order, check_form, check_ids, order
 
 
 class Graph(Neighbourhood):

@@ -2,7 +2,7 @@
 
 from polyhead.nn.attention import MultiHeadAttention
 from polyhead.nn.cache import KeyValueCache, Memory
-from polyhead.nn.convolution import Certificate, ConvolutionalAttention, from_conv, to_conv
+from polyhead.nn.conv.convert import Certificate, ConvolutionalAttention, from_conv, to_conv
 from polyhead.nn.transformer import FeedForward, Transformer, TransformerLayer
 
 __all__ = [

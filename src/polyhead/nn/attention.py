@@ -25,13 +25,13 @@ from polyhead._torch import is_symbolic, record_call, refuse_scripting
 from polyhead.attend import Explanation, assemble, explained, points, run
 from polyhead.heads import Heads, Origin
 from polyhead.kernels.call import Call
-from polyhead.kernels.rows import Live
 from polyhead.manifold import Manifold, Stiefel
 from polyhead.neighbourhood import Dense, Neighbourhood, neighbourhood
-from polyhead.nn import placing, surgery
+from polyhead.nn import manifolds, surgery
 from polyhead.nn.cache import KeyValueCache, Memory
 from polyhead.nn.checks import CALL_WORDS, CONSTRUCTOR_WORDS, check_like, check_shares, check_sizes, untranslated
 from polyhead.nn.inputs import dropped, live_rows, project, thinned
+from polyhead.nn.unpad import Live
 from polyhead.position import Position
 from polyhead.score import GAT, Dot, GATv2, Score
 
@@ -89,7 +89,7 @@ class MultiHeadAttention(nn.Module):
         position: Position | None = None,
         sink: float | Literal["learned"] | None = None,
         combine: Combine = "project",
-        manifold: placing.Choice | Mapping[str, placing.Choice] = "euclidean",
+        manifold: manifolds.Choice | Mapping[str, manifolds.Choice] = "euclidean",
         qk_norm: bool = False,
         residual: bool = False,
         bias: bool = True,
@@ -169,7 +169,7 @@ class MultiHeadAttention(nn.Module):
                 nn.init.xavier_uniform_(linear.weight)
                 if linear.bias is not None:
                     nn.init.zeros_(linear.bias)
-        placing.draw(self)
+        manifolds.draw(self)
 
     def forward(
         self,
@@ -465,13 +465,13 @@ class MultiHeadAttention(nn.Module):
         return self._manifold
 
     @manifold.setter
-    def manifold(self, manifold: placing.Choice | Mapping[str, placing.Choice]) -> None:
-        self._manifold = placing.placed(manifold, self)
+    def manifold(self, manifold: manifolds.Choice | Mapping[str, manifolds.Choice]) -> None:
+        self._manifold = manifolds.placed(manifold, self)
 
     @property
     def manifolds(self) -> dict[str, Manifold]:
         """The manifolds of the parameters that have one, by their names: what `polyhead.optim.groups` reads."""
-        return placing.manifolds(self)
+        return manifolds.manifolds(self)
 
     def prune(self, heads: Sequence[int]) -> None:
         """Remove heads for good. `state_dict` remembers, and loads into a layer that was never pruned.
@@ -493,7 +493,7 @@ class MultiHeadAttention(nn.Module):
 
     def extra_repr(self) -> str:
         grouped = "" if self.kv_heads == self.num_heads else f", kv_heads={self.kv_heads}"
-        return f"{self.d_model}, num_heads={self.num_heads}{grouped}, head_dim={self.head_dim}, combine={self.combine!r}, dropout={self.dropout}{placing.words(self)}"
+        return f"{self.d_model}, num_heads={self.num_heads}{grouped}, head_dim={self.head_dim}, combine={self.combine!r}, dropout={self.dropout}{manifolds.words(self)}"
 
 
 def _check_choices(score: object, position: object, sink: object, combine: object, d_out: int | None) -> None:

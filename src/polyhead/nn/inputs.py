@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from polyhead._torch import numbers_hidden, without_autocast
-from polyhead.kernels.rows import Live
-from polyhead.kernels.thin import mapped
+from polyhead.linalg.skinny_gemm import mapped
 from polyhead.neighbourhood import Dense, Neighbourhood, Sizes, neighbourhood
+from polyhead.neighbourhood.csr import starts
 from polyhead.neighbourhood.graph import check_sparse
-from polyhead.neighbourhood.order import starts
+from polyhead.nn.unpad import Live
 
 # Leaving rows out costs copies: it pays where the share left out, times the features that each row is mapped by, is more
 # than this; and not where there are few numbers at all.

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from polyhead._checks import LAYERS, WrongType, check_integer, check_integers, check_numel, check_tensor, kind_of
 from polyhead._torch import is_symbolic, numbers_hidden, record_call, refuse_scripting
-from polyhead.kernels.thin import linear, mapped
+from polyhead.linalg.skinny_gemm import linear, mapped
 from polyhead.neighbourhood import Causal, Neighbourhood, Padding
 from polyhead.nn.attention import MultiHeadAttention
 from polyhead.nn.cache import KeyValueCache, Memory, all_or_none

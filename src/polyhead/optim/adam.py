@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from polyhead._checks import check_number, shown
-from polyhead.kernels.stiefel import Rule
+from polyhead.linalg.stiefel import Rule
 from polyhead.manifold import Euclidean, Manifold
 from polyhead.optim.base import Group, Optimizer
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from polyhead._checks import WrongType, check_number, kind_of
-from polyhead.kernels import stiefel
-from polyhead.kernels.many import count, finite
+from polyhead.linalg import stiefel
+from polyhead.linalg.foreach import count, finite
 from polyhead.manifold import Euclidean, Manifold
 from polyhead.optim.checks import check_state, check_words, without_none
 from polyhead.optim.groups import groups

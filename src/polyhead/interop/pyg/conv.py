@@ -29,7 +29,7 @@ from polyhead.interop.pyg.edges import (
     stated_size,
     with_loops,
 )
-from polyhead.kernels.graph import kept, summed, weights
+from polyhead.kernels.edges_torch import kept, summed, weights
 from polyhead.neighbourhood import Graph
 from polyhead.score import Score
 

@@ -16,8 +16,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from polyhead._torch import has_no_values, widened
 from polyhead.neighbourhood import Graph
+from polyhead.neighbourhood.csr import starts
 from polyhead.neighbourhood.graph import check_sparse, checked
-from polyhead.neighbourhood.order import starts
 
 Fill = float | Tensor | str
 

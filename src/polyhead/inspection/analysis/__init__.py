@@ -1,0 +1,1 @@
+"""What heads contribute: ablation, rollout, self-dominance, subspaces, image statistics."""

@@ -1,0 +1,1 @@
+"""Record the attention of any PyTorch model."""

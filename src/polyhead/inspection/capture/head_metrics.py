@@ -1,0 +1,99 @@
+"""Numbers about heads that are kept while the tensors that they came from are not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from polyhead.heads import Heads, Metric
+from polyhead.metrics.plan import Place
+
+METRICS: tuple[Metric, ...] = (
+    "entropy",
+    "distance",
+    "received",
+    ("mass", "self"),
+    ("mass", "previous"),
+    ("mass", "next"),
+    ("mass", "first"),
+    ("top", 5),
+    ("heatmap", 64),
+    ("contribution", "received"),
+    ("contribution", "heatmap", 64),
+)
+"""All that can be asked of any text."""
+
+
+class Kept:
+    """What was asked of some heads, and nothing else: their queries, keys and values are gone.
+
+    It answers as `Heads` does, `kept.entropy()`, `kept.contribution().received()`, and says what it was not asked.
+    """
+
+    def __init__(self, heads: Heads, metrics: Sequence[Metric]) -> None:
+        self.shape, self._contribution = heads.shape, False
+        self._answers = list(zip(map(_spelled, metrics), heads.measure(*metrics), strict=True))
+
+    def entropy(self) -> Float[Tensor, "... heads queries"]:
+        """See `Heads.entropy`."""
+        return self._answer("entropy")
+
+    def distance(self) -> Float[Tensor, "... heads queries"]:
+        """See `Heads.distance`."""
+        return self._answer("distance")
+
+    def mass(self, on: Place) -> Float[Tensor, "... heads queries"]:
+        """See `Heads.mass`; a tensor has to be the one that was asked about."""
+        return self._answer("mass", on)
+
+    def received(self) -> Float[Tensor, "... heads keys"]:
+        """See `Heads.received`."""
+        return self._answer("received")
+
+    def top(self, k: int) -> tuple[Float[Tensor, "... heads queries k"], Int[Tensor, "... heads queries k"]]:
+        """See `Heads.top`."""
+        return self._answer("top", k)
+
+    def heatmap(self, size: int = 64) -> Float[Tensor, "... heads height width"]:
+        """See `Heads.heatmap`."""
+        return self._answer("heatmap", size)
+
+    def diversity(self) -> Float[Tensor, "... heads heads"]:
+        """See `Heads.diversity`."""
+        return self._answer("diversity")
+
+    def contribution(self) -> Kept:
+        """The numbers that were asked about contributions."""
+        view = object.__new__(Kept)
+        view.__dict__.update(self.__dict__, _contribution=True)
+        return view
+
+    def _answer(self, *metric: Any) -> Any:
+        wanted = ("contribution", *metric) if self._contribution else metric
+        for asked, answer in self._answers:
+            if len(asked) == len(wanted) and all(a is b or _equal(a, b) for a, b in zip(asked, wanted, strict=True)):
+                return answer
+        spelled = wanted[0] if len(wanted) == 1 else wanted
+        kept = ", ".join(repr(asked[0] if len(asked) == 1 else asked) for asked, _ in self._answers)
+        raise ValueError(f"metrics: {spelled!r} was not kept; kept are {kept}. Add it to capture(metrics=[…])")
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        raise AttributeError(
+            f"Kept has no {name!r}: only numbers were kept; capture without metrics keeps views, with all of Heads"
+        )
+
+    def __repr__(self) -> str:
+        return f"Kept(shape={tuple(self.shape)}, {len(self._answers)} metrics)"
+
+
+def _spelled(metric: Metric) -> tuple[Any, ...]:
+    return (metric,) if isinstance(metric, str) else tuple(metric)
+
+
+def _equal(a: object, b: object) -> bool:
+    return not isinstance(a, Tensor) and not isinstance(b, Tensor) and a == b

@@ -1,0 +1,1 @@
+"""Name what heads do, with baselines and intervals."""

@@ -1,0 +1,1 @@
+"""Head metrics: entropy, distance, mass and others, computed without building all attention weights."""

@@ -1,0 +1,1 @@
+"""Convolutions as attention, and back."""

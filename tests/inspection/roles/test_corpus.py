@@ -1,0 +1,160 @@
+"""Reading annotated text: treebanks, GAP, own pairs; and what is said of files that are something else."""
+
+import gzip
+
+import pytest
+
+from polyhead.inspection.roles.corpus import Choice, Sentence, gap, known, own_pairs, shipped, some, treebank
+
+ROWS = [
+    "# sent_id = a",
+    "# coref = 3>2",
+    "1-2\tdu\t_\t_\t_\t_\t_\t_\t_\t_",
+    "1\tThe\tthe\tDET\t_\t_\t2\tdet\t_\t_",
+    "2\tcat\tcat\tNOUN\t_\t_\t4\tnsubj:pass\t_\t_",
+    "3\titself\tit\tPRON\t_\t_\t4\tobl\t_\t_",
+    "3.1\tgone\t_\t_\t_\t_\t_\t_\t_\t_",
+    "4\tran\trun\tVERB\t_\t_\t0\troot\t_\t_",
+]
+HEADER = "ID\tText\tPronoun\tPronoun-offset\tA\tA-offset\tA-coref\tB\tB-offset\tB-coref\tURL"
+GAP_ROWS = [
+    "1\tAnn Lee's sister met Bo; she left.\tshe\t25\tAnn Lee\t0\tTRUE\tBo\t21\tFALSE\tu",
+    "2\tAnn met Bo; she left.\tshe\t12\tAnn\t0\tFALSE\tBo\t8\tTRUE\tu",
+    "3\tAnn met Bo; she left.\tshe\t12\tAnn\t0\tFALSE\tBo\t8\tFALSE\tu",
+]
+
+
+def written(folder, lines, name="file.txt"):
+    path = folder / name
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return path
+
+
+def test_shipped():
+    sentences = shipped()
+    assert len(sentences) >= 150
+    assert all(len(sentence.tags) == len(sentence.words) for sentence in sentences)
+    first = known(["The", "cat", "that", "I", "saw", "yesterday", "ran", "away"])
+    assert first == sentences[0]
+    assert first.pairs["nsubj"] == ((1, 6), (3, 4)) and first.pairs["acl:relcl"] == first.pairs["acl"] == ((4, 1),)
+    assert known(["Nobody", "wrote", "this"]) is None
+
+
+def test_some_are_of_ordinary_length():
+    sentences = [Sentence(("word",) * number, {}) for number in (4, 5, 40, 41, 7)]
+    assert [len(sentence.words) for sentence in some(sentences)] == [5, 40, 7]
+    assert len(some(sentences, 2)) == 2
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_a_treebank(tmp_path, packed, end):
+    content = end.join([*ROWS, "", *ROWS]).encode()
+    path = tmp_path / "some.file"
+    path.write_bytes(gzip.compress(content) if packed else content)
+    pairs = {"det": ((0, 1),), "nsubj": ((1, 3),), "nsubj:pass": ((1, 3),), "obl": ((2, 3),), "coref": ((2, 1),)}
+    sentence = Sentence(("The", "cat", "itself", "ran"), pairs, ("DET", "NOUN", "PRON", "VERB"))
+    assert treebank(path) == [sentence, sentence]
+
+
+@pytest.mark.parametrize(
+    ("line", "wrong", "said"),
+    [
+        (4, "1 The the DET _ _ 2 det _ _", "line 4: it has 1 columns; CoNLL-U has ten, parted by tabs"),
+        (5, ROWS[4].replace("2\t", "7\t", 1), "line 5: the word's number is '7'; it must be 2"),
+        (
+            5,
+            ROWS[4].replace("\t4\t", "\t_\t"),
+            "line 5: the number of the word's head is '_'; it must be a whole number",
+        ),
+        (5, ROWS[4].replace("\t4\t", "\t9\t"), "line 5: the head is word 9; there are 4 words"),
+        (2, "# coref = 3>9", "line 2: there is no word 9; the sentence has 4 words"),
+        (2, "# same = cat", "line 2: 'cat' is no pair; it must be two numbers of words, such as 9>2"),
+    ],
+)
+def test_lines_that_are_not_conllu(tmp_path, line, wrong, said):
+    lines = list(ROWS)
+    lines[line - 1] = wrong
+    path = written(tmp_path, lines)
+    with pytest.raises(ValueError) as caught:
+        treebank(path)
+    assert str(caught.value).startswith(f"{path}, {said}")
+
+
+@pytest.mark.parametrize("read", [treebank, gap, own_pairs])
+def test_files_that_cannot_be_read(tmp_path, read):
+    for name, content in {
+        "bytes": b"\xff\xfe\xff",
+        "gzip": gzip.compress(b"x" * 999)[:-9],
+        "broken": b"\x1f\x8b12",
+    }.items():
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(ValueError, match=f"{name}: it cannot be read: .*; it must be a text file, plain or gzip"):
+            read(tmp_path / name)
+    for name, reason in {"absent": "No such file", ".": "Is a directory"}.items():
+        with pytest.raises(ValueError, match=f"it cannot be read: {reason}"):
+            read(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("read", "content"), [(treebank, "# text = none\n\n"), (own_pairs, "# none\n\n"), (treebank, "")]
+)
+def test_files_without_a_sentence(tmp_path, read, content):
+    (tmp_path / "empty").write_text(content)
+    with pytest.raises(ValueError, match="empty: it has no sentence; "):
+        read(tmp_path / "empty")
+
+
+def test_gap(tmp_path):
+    first, second = gap(written(tmp_path, [HEADER, *GAP_ROWS]))
+    assert first.words[:4] == ("Ann", "Lee", "'", "s")
+    assert first.choices == (Choice(8, (0, 1), (6,)),)
+    assert second.choices == (Choice(4, (2,), (0,)),)
+
+
+def test_gap_files_of_another_kind(tmp_path):
+    with pytest.raises(ValueError, match=r"its columns are 'a, b'; they must be ID, Text, Pronoun"):
+        gap(written(tmp_path, ["a\tb", "1\t2"]))
+    with pytest.raises(ValueError, match="line 2: it has 2 columns; it must have 11"):
+        gap(written(tmp_path, [HEADER, "1\t2"]))
+    with pytest.raises(ValueError, match="line 2: Pronoun is 'she', which does not stand at '24' of its text"):
+        gap(written(tmp_path, [HEADER, GAP_ROWS[0].replace("\t25\t", "\t24\t")]))
+    with pytest.raises(ValueError, match="in no text the pronoun means one of the names"):
+        gap(written(tmp_path, [HEADER, GAP_ROWS[2]]))
+
+
+def test_own_pairs(tmp_path):
+    lines = ["# verbs", "The cat ran\tran>cat\tverb to subject", "", "the dog and the cat\t4>cat dog>1"]
+    assert own_pairs(written(tmp_path, lines)) == [
+        Sentence(("The", "cat", "ran"), {"verb to subject": ((2, 1),)}),
+        Sentence(("the", "dog", "and", "the", "cat"), {"own pairs": ((3, 4), (1, 0))}),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("the cat\tdog>cat", "there is no word 'dog' in 'the cat'"),
+        ("the cat\t3>cat", "there is no word 3; the sentence has 2 words, counted from 1"),
+        ("the cat the\tcat>the", "'the' stands there as word 1 and 3; write the number of the one that is meant"),
+        ("the cat\tcat", "'cat' is no pair; it must be two words of the sentence, such as ran>cat, or their numbers"),
+        ("the cat\tcat>2", "'cat>2' names one word twice; it must name two"),
+        ("the cat", "it has 1 columns; it must be a sentence, a tab, pairs such as ran>cat"),
+    ],
+)
+def test_pairs_that_are_none(tmp_path, line, said):
+    path = written(tmp_path, ["# pairs", line])
+    with pytest.raises(ValueError) as caught:
+        own_pairs(path)
+    assert str(caught.value).startswith(f"{path}, line 2: {said}")
+
+
+@pytest.mark.parametrize("column", ["Pronoun", "A", "B"])
+@pytest.mark.parametrize("name", ["", " "])
+def test_a_text_of_gap_without_a_name(tmp_path, column, name):
+    header = "ID\tText\tPronoun\tPronoun-offset\tA\tA-offset\tA-coref\tB\tB-offset\tB-coref\tURL\n"
+    entry = {"Pronoun": "she", "A": "Ann", "B": "Bob"} | {column: name}
+    line = f"x\tAnn saw Bob and she ran\t{entry['Pronoun']}\t16\t{entry['A']}\t0\tTRUE\t{entry['B']}\t8\tFALSE\tu\n"
+    (tmp_path / "gap.tsv").write_text(header + line)
+    with pytest.raises(ValueError, match=f"line 2: {column} must be a name that stands in its text, got '{name}'"):
+        gap(tmp_path / "gap.tsv")

@@ -1,0 +1,315 @@
+"""Graphs: what they are made of, what is made of them, and what is wrong with some."""
+
+import pytest
+import torch
+
+import polyhead
+import polyhead.numpy as definition
+from polyhead import GAT, Causal, Dense, GATv2, Graph, Mask, MultiHeadAttention, Padding, Segments, Window, attend
+from polyhead._torch import native
+from polyhead.neighbourhood import csr as sorting
+
+PAIRS = torch.tensor([[0, 1, 2, 2, 0], [1, 0, 0, 1, 0]])
+
+
+def by_definition(pairs, sources, destinations):
+    """The two orders, written out."""
+    edges = range(pairs.shape[1])
+    inwards = sorted(edges, key=lambda e: (int(pairs[1, e]), e))
+    outwards = sorted(edges, key=lambda place: (int(pairs[0, inwards[place]]), place))
+    first = [sum(int(d) < node for d in pairs[1]) for node in range(destinations + 1)]
+    out_first = [sum(int(s) < node for s in pairs[0]) for node in range(sources + 1)]
+    return (
+        first, [int(pairs[0, e]) for e in inwards], inwards, out_first, outwards, [int(pairs[1, inwards[p]]) for p in outwards]
+    )  # fmt: skip
+
+
+@pytest.fixture(params=["native", "torch"])
+def sorter(request, monkeypatch):
+    if request.param == "torch":
+        monkeypatch.setattr(sorting, "native", None)
+    elif native is None:
+        pytest.skip("the C++ kernels are not built")
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.int16])
+@pytest.mark.parametrize(
+    ("sources", "destinations", "edges"), [(7, 5, 31), (1, 1, 3), (40, 3, 11), (5, 0, 0), (0, 0, 0)]
+)
+def test_edges_are_sorted_both_ways(sorter, dtype, sources, destinations, edges):
+    high = torch.tensor([[max(sources, 1)], [max(destinations, 1)]])
+    pairs = (torch.rand(2, edges) * high).to(dtype)
+    graph = Graph(pairs, (sources, destinations))
+    for got, wanted in zip(graph.order, by_definition(pairs, sources, destinations), strict=True):
+        assert got.dtype == torch.int32
+        assert got.tolist() == wanted
+    assert torch.equal(graph.edge_index, pairs.long())
+
+
+@pytest.mark.parametrize(
+    "make", [lambda x: x.T.contiguous().T, lambda x: x.repeat_interleave(3, 1)[:, ::3], lambda x: x.flip(1).flip(1)]
+)
+def test_strides_do_not_matter(sorter, make):
+    pairs = torch.randint(0, 9, (2, 50))
+    graph, other = Graph(pairs, 9), Graph(make(pairs), 9)
+    assert all(torch.equal(a, b) for a, b in zip(graph.order, other.order, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("pairs", "nodes", "message"),
+    [
+        (torch.tensor([[0, 3], [1, 1]]), 3, "edge 1 goes from 3 to 1, but nodes are 0 to 2"),
+        (torch.tensor([[0, 1], [1, -1]]), 3, "edge 1 goes from 1 to -1"),
+        (torch.tensor([[0, 1], [1, -1]]), None, "edge 1 goes from 1 to -1"),
+        (torch.tensor([[-(2**40)], [0]]), 3, "edge 0 goes from -1099511627776 to 0"),
+        (torch.tensor([[0], [2**33]]), 3, "edge 0 goes from 0 to 8589934592"),
+        (torch.tensor([[4], [1]]), (5, 1), "there are 5 sources and 1 destinations"),
+        (torch.tensor([[0], [0]]), 0, "there are no nodes"),
+    ],
+)
+def test_nodes_that_are_not_there(sorter, pairs, nodes, message):
+    with pytest.raises(ValueError, match=message):
+        Graph(pairs, nodes)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((PAIRS.float(),), "edge_index: it is torch.float32; it must hold the numbers of nodes"),
+        ((PAIRS.bool(),), "edge_index: it is torch.bool"),
+        ((PAIRS.T,), r"its shape is \(5, 2\); it must be \(2, edges\): pass edge_index.T"),
+        ((torch.zeros(3, 4).long(),), r"its shape is \(3, 4\); it must be \(2, edges\): sources in the first row"),
+        ((PAIRS, -1), r"Graph: num_nodes must be an integer in \[0, 2147483646\], got -1"),
+        ((PAIRS, 2.5), r"Graph: num_nodes must be an integer in \[0, 2147483646\], got 2\.5"),
+        ((PAIRS, (3, 3, 3)), r"Graph: num_nodes must be an integer, or \(sources, destinations\), got \(3, 3, 3\)"),
+        ((PAIRS, 3, torch.randn(4, 2)), r"features: torch.float32 of shape \(4, 2\).*there are 5 edges"),
+        ((PAIRS, 3, torch.ones(5, 2).long()), "features: torch.int64"),
+        ((PAIRS, 3, None, torch.randn(4)), r"weights: torch.float32 of shape \(4,\).*there are 5 edges"),
+        ((PAIRS, 3, None, torch.tensor([1, torch.nan, 1, 1, torch.nan])), "weights: 2 of them are NaN"),
+    ],
+)
+def test_graphs_that_are_wrong(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        Graph(*arguments)
+
+
+def test_a_graph_that_does_not_fit():
+    layer = MultiHeadAttention(6, num_heads=2, score="gat")
+    with pytest.raises(ValueError, match="Graph: it has 3 nodes, but there are 4"):
+        layer(torch.randn(4, 6), over=Graph(PAIRS))
+    with pytest.raises(
+        ValueError, match=r"5 sources and 2 destinations, but there are 4 keys \(sources\) and 2 queries"
+    ):
+        layer(torch.randn(2, 6), torch.randn(4, 6), over=Graph(PAIRS[:, :1], (5, 2)))
+
+
+def test_features_and_scores_have_to_agree():
+    plain, rich = Graph(PAIRS), Graph(PAIRS, features=torch.randn(5, 4))
+    x = torch.randn(3, 6)
+    with pytest.raises(ValueError, match=r"the graph has 4 features an edge, but GAT takes none.*edge_dim=4"):
+        MultiHeadAttention(6, num_heads=2, score="gat")(x, over=rich)
+    with pytest.raises(ValueError, match="the graph has 4 features an edge, but Dot takes none"):
+        MultiHeadAttention(6, num_heads=2)(x, over=rich)
+    taking = MultiHeadAttention(6, num_heads=2, score=GATv2(2, 3, edge_dim=4))
+    with pytest.raises(ValueError, match="GATv2 takes 4 features of an edge"):
+        taking(x, over=plain)
+    with pytest.raises(ValueError, match="GATv2 takes 4 features of an edge"):
+        taking(x)
+    assert taking(x, over=rich)[0].shape == (3, 6)
+
+
+def test_later_changes_of_the_edges_do_not_reach_it():
+    pairs = PAIRS.clone()
+    graph = Graph(pairs)
+    pairs.fill_(10**6)
+    assert torch.equal(graph.edge_index, PAIRS)
+
+
+def test_the_number_of_nodes_is_known_from_the_edges():
+    graph = Graph(PAIRS)
+    assert (graph.sources, graph.destinations, graph.num_edges) == (3, 3, 5)
+    assert repr(graph) == "Graph(3 nodes, 5 edges)"
+    assert repr(Graph(PAIRS, (3, 2), weights=torch.ones(5))) == "Graph(3 → 2 nodes, 5 edges, weights)"
+
+
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc])
+@pytest.mark.filterwarnings("ignore:Sparse:UserWarning")
+def test_a_sparse_matrix_has_destinations_in_its_rows(layout):
+    matrix = torch.tensor([[0.0, 2.0, 0.0, 0.5], [1.0, 0.0, 0.0, 0.0]])
+    graph = Graph(matrix.to_sparse(layout=layout))
+    assert (graph.sources, graph.destinations) == (4, 2)
+    dense = torch.zeros(2, 4).index_put((graph.edge_index[1], graph.edge_index[0]), graph.weights)
+    assert torch.equal(dense, matrix)
+    assert Graph((matrix != 0).float().to_sparse(layout=layout)).weights is None
+    with pytest.raises(ValueError, match="num_nodes: it is 7, but the sparse matrix has 2 rows and 4 columns"):
+        Graph(matrix.to_sparse(layout=layout), 7)
+
+
+def test_self_loops_come_when_called():
+    features, weights = torch.randn(5, 2), torch.rand(5)
+    graph = Graph(PAIRS, 4, features, weights).with_self_loops()
+    # node 0 has one already
+    assert graph.edge_index.tolist() == [[0, 1, 2, 2, 0, 1, 2, 3], [1, 0, 0, 1, 0, 1, 2, 3]]
+    torch.testing.assert_close(graph.features[5], features[[0, 3]].mean(0))
+    assert graph.features[6:].eq(0).all()
+    assert torch.equal(graph.weights, torch.cat((weights, torch.ones(3))))
+    assert graph.with_self_loops().num_edges == 8
+    filled = Graph(PAIRS, 4, features).with_self_loops(2.5)
+    assert filled.features[5:].eq(2.5).all()
+    with pytest.raises(ValueError, match="fill: it is 'sum'"):
+        Graph(PAIRS, 4, features).with_self_loops("sum")
+    with pytest.raises(ValueError, match="3 sources are not the 2 destinations"):
+        Graph(PAIRS, (3, 2)).with_self_loops()
+
+
+def test_the_other_way_round():
+    graph = Graph(PAIRS, (3, 2), torch.randn(5, 2), torch.rand(5))
+    back = graph.reverse()
+    assert torch.equal(back.edge_index, PAIRS.flip(0))
+    assert (back.sources, back.destinations) == (2, 3)
+    assert back.features is graph.features
+    assert back.weights is graph.weights
+
+
+def test_graphs_side_by_side():
+    one, two = Graph(PAIRS, 3, weights=torch.rand(5)), Graph(PAIRS[:, :2], 5, weights=torch.rand(2))
+    both = Graph.batch([one, two])
+    assert both.edge_index[:, 5:].tolist() == [[3, 4], [4, 3]]
+    layer = MultiHeadAttention(6, num_heads=2, score="gatv2")
+    x = torch.randn(8, 6)
+    apart = torch.cat((layer(x[:3], over=one)[0], layer(x[3:], over=two)[0]))
+    torch.testing.assert_close(layer(x, over=both)[0], apart)
+    with pytest.raises(ValueError, match="some graphs have weights and some have none"):
+        Graph.batch([one, Graph(PAIRS)])
+    with pytest.raises(ValueError, match="there are no graphs"):
+        Graph.batch([])
+
+
+def test_normalised_adjacency():
+    A = (torch.rand(6, 6, dtype=torch.float64) < 0.5).double()
+    A.fill_diagonal_(1)
+    A = torch.maximum(A, A.T)
+    graph = Graph(A.to_sparse()).normalised()
+    dense = torch.zeros_like(A).index_put((graph.edge_index[1], graph.edge_index[0]), graph.weights.double())
+    torch.testing.assert_close(dense.numpy(), definition.normalised(A.numpy()), atol=1e-7, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        Causal(), Window(1), Window(0, 2), Dense(), Padding(torch.tensor([True, False] * 4 + [True])), Padding(torch.tensor(5)),
+        Segments(torch.arange(9) % 2), Mask(torch.rand(9, 9) > 0.5), Causal() & Window(2), Graph(torch.randint(0, 9, (2, 30)), 9),
+    ],
+    ids=repr,
+)  # fmt: skip
+@pytest.mark.parametrize("turned", [False, True])
+def test_another_neighbourhood_filters_the_edges(other, turned):
+    pairs = torch.randint(0, 9, (2, 60))
+    graph = Graph(pairs, 9, torch.randn(60, 2), torch.rand(60))
+    # of two graphs the left one is filtered
+    both = other & graph if turned and not isinstance(other, Graph) else graph & other
+    sizes = polyhead.neighbourhood.Sizes((), 1, 9, 9)
+    allowed = other.within(True).mask(sizes, torch.device("cpu")).reshape(9, 9)
+    kept = [e for e in range(60) if allowed[pairs[1, e], pairs[0, e]]]
+    assert both.edge_ids.tolist() == kept
+    assert torch.equal(both.edge_index, pairs[:, kept])
+    assert torch.equal(both.features, graph.features[kept])
+    assert torch.equal(both.weights, graph.weights[kept])
+
+
+def test_edge_ids_go_back_to_the_first_graph():
+    graph = Graph(torch.randint(0, 9, (2, 60)), 9)
+    twice = (graph & Causal()) & Window(3)
+    assert torch.equal(graph.edge_index[:, twice.edge_ids], twice.edge_index)
+
+
+def test_a_filter_that_differs_by_head_or_row_is_refused():
+    graph = Graph(PAIRS)
+    with pytest.raises(ValueError, match="differs from head to head"):
+        graph & (torch.rand(4, 3, 3) > 0.5)
+    with pytest.raises(ValueError, match="differs from row to row of a batch"):
+        graph & Padding(torch.tensor([1, 2]))
+    with pytest.raises(ValueError, match="keep covers 7 keys, but there are 3"):
+        graph & Padding(torch.ones(7, dtype=torch.bool))
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_the_layers_are_the_matrix_forms(weighted):
+    """H = (A ∘ α) X Wᵀ, head by head, as the definition in NumPy has it."""
+    A = (torch.rand(7, 7, dtype=torch.float64) < 0.4).double() * (torch.rand(7, 7, dtype=torch.float64) + 0.5)
+    A[3] = 0
+    A = A if weighted else (A > 0).double()
+    graph, x = Graph(A.to_sparse()), torch.randn(7, 5, dtype=torch.float64)
+    gat = MultiHeadAttention(5, num_heads=3, head_dim=4, score="gat", combine="concat", bias=False).double()
+    v2 = MultiHeadAttention(5, num_heads=3, head_dim=4, score="gatv2", combine="mean", bias=False).double()
+    split = lambda linear: linear.weight.detach().unflatten(0, (3, 4)).numpy()
+    rows = lambda weight: weight.detach().numpy()
+    heads = [
+        definition.gat(x.numpy(), A.numpy(), W, a, b)
+        for W, a, b in zip(split(gat.k_proj), rows(gat.score.destination), rows(gat.score.source), strict=True)
+    ]
+    torch.testing.assert_close(gat(x, over=graph)[0], torch.from_numpy(definition.np.concatenate(heads, axis=1)))
+    heads = [
+        definition.gatv2(x.numpy(), A.numpy(), R, L, a)
+        for R, L, a in zip(split(v2.q_proj), split(v2.k_proj), rows(v2.score.weight), strict=True)
+    ]
+    torch.testing.assert_close(v2(x, over=graph)[0], torch.from_numpy(definition.np.mean(heads, axis=0)))
+
+
+def test_a_node_with_a_million_neighbours():
+    edges = 10**6
+    source = torch.randint(0, 1000, (edges,))
+    graph = Graph(torch.stack((source, torch.zeros(edges, dtype=torch.long))), (1000, 2))
+    q, k, v = (torch.randn(1, items, 8, dtype=torch.float64) for items in (2, 1000, 1000))
+    score = GAT(1, 8).double()
+    out = attend(q, k, v, over=graph, score=score)
+    # an edge that is there n times counts n times: log n more
+    times = source.bincount(minlength=1000).double().log()
+    wanted = attend(q[:, :1], k, v, score=score, bias=times[None, None])
+    torch.testing.assert_close(out[:, :1], wanted)
+    assert out[:, 1].eq(0).all()
+
+
+def test_several_signals_on_one_graph():
+    layer = MultiHeadAttention(6, num_heads=2, score="gatv2")
+    graph, x = Graph(PAIRS), torch.randn(4, 5, 3, 6)
+    out, heads = layer(x, over=graph)
+    assert heads.shape == (4, 5, 2, 5)
+    torch.testing.assert_close(out[2, 3], layer(x[2, 3], over=graph)[0])
+
+
+def test_degrees_of_zero_and_other_devices():
+    graph = Graph(torch.tensor([[0, 1], [1, 1]]), 3).normalised()
+    torch.testing.assert_close(graph.weights, torch.tensor([0.0, 0.5]))
+    A = torch.zeros(3, 3)
+    A[1, 0] = A[1, 1] = 1
+    torch.testing.assert_close(definition.normalised(A.numpy())[1].tolist(), [0.0, 0.5, 0.0])
+    moved = graph.to("meta")
+    assert moved.order.edge.device.type == moved.weights.device.type == "meta"
+
+
+def test_edges_given_as_a_mask():
+    with pytest.raises(ValueError, match=r"Edges go to Graph\(edge_index\)"):
+        MultiHeadAttention(6, num_heads=2)(torch.randn(3, 6), over=PAIRS)
+
+
+def test_a_filter_of_another_size():
+    with pytest.raises(ValueError, match="Graph: it has 3 nodes, but there are 10"):
+        Graph(torch.tensor([[4], [0]]), 10) & Graph(torch.tensor([[1], [1]]), 3)
+    with pytest.raises(ValueError, match="keep covers 7 keys, but there are 3"):
+        Graph(torch.zeros(2, 0), 3) & Padding(torch.ones(7, dtype=torch.bool))
+    assert (Graph(torch.zeros(2, 0), 3) & Causal()).edge_ids.tolist() == []
+
+
+def test_gradients_of_normalised_weights():
+    weights = torch.tensor([0.0, 1.0], requires_grad=True)
+    graph = Graph(torch.tensor([[0, 1], [0, 1]]), 2, weights=weights).normalised()
+    (slope,) = torch.autograd.grad(graph.weights.sum(), weights)
+    assert slope.isfinite().all()
+    with pytest.raises(ValueError, match="some nodes have a negative degree"):
+        Graph(torch.tensor([[0], [0]]), 1, weights=torch.tensor([-1.0])).normalised()
+
+
+def test_filtered_without_destinations():
+    graph = Graph(torch.empty(2, 0, dtype=torch.long), (3, 0))
+    assert (graph & Segments(torch.zeros(3).long(), torch.zeros(0).long())).num_edges == 0
