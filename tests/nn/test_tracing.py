@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from polyhead import (
     ALiBi,
     Causal,
+    GATv2,
     Graph,
     Grid,
     MultiHeadAttention,
