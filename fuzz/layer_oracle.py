@@ -32,8 +32,10 @@ class Seen(NamedTuple):
     output: Tensor
     weights: Tensor
     outputs: Tensor
-    # the largest score, and whether a LeakyReLU is within rounding of its kink
+    # the largest score, how much larger than the smallest the largest row is before a norm, and whether a LeakyReLU is within
+    # rounding of its kink
     largest: float
+    spread: float
     kinked: bool
 
 
@@ -70,6 +72,14 @@ def normed(numbers: Inputs, name: str, x: Tensor, eps: float) -> Tensor:
     return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * numbers[f"{name}.weight"]
 
 
+def _spread(numbers: Inputs, name: str, x: Tensor, eps: float) -> float:
+    """By how much a norm makes the rounding of small rows larger."""
+    if f"{name}.weight" not in numbers or not x.numel():
+        return 1.0
+    size = (x.detach().square().mean(-1) + eps).sqrt()
+    return float(size.max() / size.min())
+
+
 def compute(shape: Shape, numbers: Inputs, query: Tensor, key: Tensor, value: Tensor, around: Around) -> Seen:
     """Output, weights and heads' outputs of a layer with these numbers."""
     heads, group = shape.heads, shape.heads // shape.kv_heads
@@ -77,6 +87,7 @@ def compute(shape: Shape, numbers: Inputs, query: Tensor, key: Tensor, value: Te
     q = split(linear(numbers, own("q_proj"), query), heads)
     k = split(linear(numbers, "k_proj", key), shape.kv_heads)
     v = k if own("v_proj") == "k_proj" else split(linear(numbers, "v_proj", value), shape.kv_heads)
+    spread = max(_spread(numbers, "q_norm", q, shape.eps), _spread(numbers, "k_norm", k, shape.eps))
     q = rotate(normed(numbers, "q_norm", q, shape.eps), around.placing.queries, False)
     k = rotate(normed(numbers, "k_norm", k, shape.eps), around.placing.keys, False)
     given_out = [head // group for head in range(heads)]
@@ -103,7 +114,7 @@ def compute(shape: Shape, numbers: Inputs, query: Tensor, key: Tensor, value: Te
     out = kept @ v
     largest = float(torch.where(around.allowed, s.detach(), 0.0).abs().max()) if s.numel() else 0.0
     gated = out if around.gate is None else out * around.gate[:, None, None]
-    return Seen(_combined(shape, numbers, gated, query), p.detach(), out.detach(), largest, kinked)
+    return Seen(_combined(shape, numbers, gated, query), p.detach(), out.detach(), largest, spread, kinked)
 
 
 def _combined(shape: Shape, numbers: Inputs, out: Tensor, query: Tensor) -> Tensor:

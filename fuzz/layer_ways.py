@@ -134,7 +134,8 @@ def oracle(case: Case, layer: MultiHeadAttention, call: Call, pull: Tensor) -> t
 def off(case: Case, wanted: Tensor, seen: Seen, scale: float = 0.0) -> Tensor:
     """How far a result may be off: by rounding, as much more as scores are large."""
     size = max(scale, float(wanted.abs().max()) if wanted.numel() else 0.0, 1e-30)
-    return torch.full_like(wanted, 16 * torch.finfo(DTYPES[case.dtype]).eps * (1 + seen.largest) ** 2 * size)
+    eps = torch.finfo(DTYPES[case.dtype]).eps
+    return torch.full_like(wanted, 8 * eps * (1 + seen.largest) ** 2 * seen.spread * size)
 
 
 def _call(case: Case, layer: MultiHeadAttention, call: Call) -> float:

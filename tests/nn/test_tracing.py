@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from polyhead import (
     ALiBi,
     Causal,
+    GATv2,
     Graph,
     Grid,
     MultiHeadAttention,
@@ -25,6 +26,7 @@ from polyhead import (
     Window,
     from_conv,
 )
+from polyhead.interop.pyg import GATConv, GATv2Conv, TransformerConv
 from polyhead.interop.torch import MultiheadAttention
 from polyhead.models import Bert, Gpt, Llama, bert, gpt, llama
 from polyhead.nn import FeedForward, Transformer, TransformerLayer
@@ -249,3 +251,61 @@ def test_a_layer_that_is_the_whole_model_is_refused_in_one_sentence():
     layer = TransformerLayer(MultiHeadAttention(MODEL, HEADS), FeedForward(MODEL, 64))
     with pytest.raises(TypeError, match=r"records TransformerLayer as one node; trace a model that holds it$"):
         torch.fx.symbolic_trace(layer)
+
+
+class OnGraph(nn.Module):
+    def __init__(self, layer: MultiHeadAttention):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        return self.layer(x, over=Graph(edge_index, num_nodes=x.shape[0]))[0]
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        OnGraph(MultiHeadAttention(MODEL, HEADS)),
+        OnGraph(MultiHeadAttention(MODEL, HEADS, score=GATv2(HEADS, MODEL // HEADS))),
+        GATConv(MODEL, 8, heads=2),
+        GATv2Conv(MODEL, 8, heads=2, add_self_loops=False),
+        TransformerConv(MODEL, 8, heads=2),
+    ],
+    ids=["dot", "gatv2", "GATConv", "GATv2Conv", "TransformerConv"],
+)
+def test_exported_graphs_of_any_size(model: nn.Module):
+    model = model.eval()
+    given = torch.randn(50, MODEL), torch.randint(0, 50, (2, 200))
+    sizes = ({0: torch.export.Dim("nodes")}, {1: torch.export.Dim("edges")})
+    program = torch.export.export(model, given, dynamic_shapes=sizes).module()
+    for nodes, edges in ((5, 9), (77, 400), (50, 200)):
+        x, edge_index = torch.randn(nodes, MODEL), torch.randint(0, nodes, (2, edges))
+        torch.testing.assert_close(program(x, edge_index), model(x, edge_index))
+
+
+class Cross(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = MultiHeadAttention(MODEL, HEADS)
+
+    def forward(self, x: Tensor, memory: Tensor) -> Tensor:
+        return self.layer(x, memory)[0]
+
+
+class Masked(Cross):
+    def forward(self, x: Tensor, keep: Tensor) -> Tensor:
+        return self.layer(x, over=keep)[0]
+
+
+def test_exported_programs_are_not_guarded_against_equal_sizes():
+    dim = torch.export.Dim
+    cross, masked = Cross().eval(), Masked().eval()
+    given = torch.randn(2, 10, MODEL), torch.randn(2, 7, MODEL)
+    program = torch.export.export(cross, given, dynamic_shapes=({1: dim("L")}, {1: dim("K")})).module()
+    x, memory = torch.randn(2, 2, 9, MODEL)
+    torch.testing.assert_close(program(x, memory), cross(x, memory))
+    length = dim("L")
+    given = torch.randn(4, 10, MODEL), torch.rand(10, 10) > 0.4
+    program = torch.export.export(masked, given, dynamic_shapes=({1: length}, {0: length, 1: length})).module()
+    x, keep = torch.randn(4, 4, MODEL), torch.rand(4, 4) > 0.4
+    torch.testing.assert_close(program(x, keep), masked(x, keep))

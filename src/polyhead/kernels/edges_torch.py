@@ -97,7 +97,7 @@ def summed(
         return part[..., None] * v.index_select(-2, at)
 
     size = p.shape[:-1].numel() * v.shape[-1]
-    for cut, compute in _cuts(len(source), size, p.requires_grad or v.requires_grad, block):
+    for cut, compute in _cuts(source.shape[0], size, p.requires_grad or v.requires_grad, block):
         part = compute(p[..., cut], source[cut])
         # in place where it can be: no copy of the whole for every block
         add = out.index_add if numbers_hidden() else out.index_add_
@@ -117,6 +117,10 @@ def _blocks(call: Call, block: Block) -> Iterator[tuple[slice, Block]]:
 
 def _cuts(edges: int, size: int, learns: bool, block: Block) -> Iterator[tuple[slice, Block]]:
     """Stretches of edges, of which one has `size` numbers; a block that learns is computed anew in backward."""
+    if torch.compiler.is_compiling():
+        # a program serves any number of edges
+        yield slice(None), block
+        return
     step = max(1, BLOCK // max(size, 1))
     again = learns and edges > step and torch.is_grad_enabled() and not numbers_hidden()
     compute = (lambda *given: checkpoint(block, *given, use_reentrant=False)) if again else block

@@ -59,8 +59,8 @@ class Fused:
         assert isinstance(call.score, Dot)
         shape, width = call.q.shape, call.v.shape[-1]
         causal = type(call.over) is Causal
-        # a single query sees all the keys; not `and`, which a tracer takes for a number
-        if shape[-2] != call.k.shape[-2]:
+        # A single query sees all the keys. Not `and`, which a tracer takes for a number; a program of other lengths is not asked.
+        if causal and shape[-2] != call.k.shape[-2]:
             causal = False
         q, scale = call.q, call.score.factor(shape[-1])
         if scale < TINY:

@@ -215,7 +215,8 @@ class Mask(Neighbourhood):
         batch = sizes.batch[-1] if sizes.batch else None
         if self._pairs and len(shape) == 3:
             shape = shape[1:]
-        if len(shape) == 2 and shape == (batch, sizes.keys) != (sizes.queries, sizes.keys):
+        # what fits is asked first: a program of any length is not guarded against that of its batch
+        if len(shape) == 2 and shape != (sizes.queries, sizes.keys) and shape == (batch, sizes.keys):
             raise ValueError(
                 f"Mask: keep has shape {shape}, which reads as (batch, keys); it must end in (queries, keys). For padded keys "
                 "use Padding(keep), True = a real key; torch's key_padding_mask, True = padded, is Padding(~mask)"

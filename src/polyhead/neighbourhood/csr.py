@@ -89,7 +89,7 @@ pytree._register_namedtuple(Order, serialized_type_name="polyhead.neighbourhood.
 # torch.library.custom_op would import the whole compiler at the first call
 _library = torch.library.Library("polyhead", "FRAGMENT")
 _library.define(
-    "sort_edges(Tensor edge_index, int sources, int destinations) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+    "sort_edges(Tensor edge_index, SymInt sources, SymInt destinations) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 
 
