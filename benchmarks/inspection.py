@@ -22,7 +22,7 @@ from polyhead import capture
 from polyhead.attend import run
 from polyhead.heads import Heads, Origin
 from polyhead.inspection import METRICS
-from polyhead.inspection.capture.head_metrics import Kept
+from polyhead.inspection.capture.head_metrics import HeadMetrics
 from polyhead.kernels.call import Call
 from polyhead.neighbourhood import Dense
 from polyhead.score import Dot
@@ -130,7 +130,7 @@ def _bert() -> Sides:
         with capture(model, metrics=METRICS) as seen:
             model(ids)
         return torch.cat(
-            [_flat(answer for _, answer in kept._answers) for kept in seen.values() if isinstance(kept, Kept)]
+            [_flat(answer for _, answer in kept._answers) for kept in seen.values() if isinstance(kept, HeadMetrics)]
         )
 
     def dense() -> Tensor:

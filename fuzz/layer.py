@@ -48,7 +48,7 @@ class Case(BaseCase):
     dtype: str = "float64"
 
 
-DRAWN = ("call", "call", "call", "cache", "remember", "prune", "merged", "gate", "state", "sparse")
+DRAWN = ("call", "call", "call", "cache", "project_kv", "prune", "merged", "gate", "state", "sparse")
 
 
 def draw(random: Random) -> Case:
@@ -83,7 +83,7 @@ def draw(random: Random) -> Case:
         sink=random.choice(("none", "none", "number", "learned")), combine=combine, qk_norm=qk_norm,
         residual=random.random() < 0.3 and way != "prune", has_bias=random.random() < 0.7,
         over=(("causal",),) if way == "cache" else (("padding", "lengths", None),) if large else draw_parts(random),
-        edges=edges, bias=random.random() < 0.2 and way not in ("cache", "remember"),
+        edges=edges, bias=random.random() < 0.2 and way not in ("cache", "project_kv"),
         dropout=random.choice((0.2, 0.7)) if way == "call" and random.random() < 0.3 else 0.0,
         dtype=random.choice(("float64", "float64", "float32")),
     )  # fmt: skip

@@ -205,7 +205,7 @@ def _remember(case: Case, layer: MultiHeadAttention, call: Call) -> float:
         sizes = Sizes(case.batch, case.heads, case.queries, key.shape[-2])
         drawn = build(case.over, sizes, case.seed)
         call.around = call.around._replace(allowed=torch.as_tensor(drawn.allowed.copy()))
-        y, _ = layer(call.x, layer.remember(key, call.value), over=call.over)
+        y, _ = layer(call.x, layer.project_kv(key, call.value), over=call.over)
         return _same(case, y, layer, call)
 
 
@@ -245,7 +245,7 @@ def _of_heads(case: Case, call: Call, kept: list[int]) -> Neighbourhood | Tensor
 def _merged(case: Case, layer: MultiHeadAttention, call: Call) -> float:
     """W_V folded into W_O."""
     with torch.no_grad():
-        y, _ = layer.merged()(call.x, call.key, call.value, over=call.over, bias=call.bias)
+        y, _ = layer.fold_value_projection()(call.x, call.key, call.value, over=call.over, bias=call.bias)
     return _same(case, y, layer, call)
 
 
@@ -280,6 +280,6 @@ def _state(case: Case, layer: MultiHeadAttention, call: Call) -> float:
 
 
 WAYS = {
-    "call": _call, "cache": _cache, "remember": _remember, "prune": _prune, "merged": _merged, "gate": _gate, "state": _state,
+    "call": _call, "cache": _cache, "project_kv": _remember, "prune": _prune, "merged": _merged, "gate": _gate, "state": _state,
     "sparse": _sparse,
 }  # fmt: skip

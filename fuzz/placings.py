@@ -15,7 +15,7 @@ from fuzz.case import Mismatch
 from fuzz.oracle import Inputs
 from fuzz.positions import bucket, distances, frequencies, rotations, slopes
 from fuzz.scores import parameter
-from polyhead import ALiBi, Position, RelativeBias, Rotary, Stretch
+from polyhead import ALiBi, Position, RelativeBias, Rotary, RopeScaling
 
 
 class Placing(NamedTuple):
@@ -47,8 +47,8 @@ def along_sequence(choice: tuple[Any, ...], heads: int, queries: int, keys: int,
 def _rotary(
     queries: int, keys: int, dim: int, turned: int | None, base: float, interleaved: bool, factor: float | None, trained: int | None
 ) -> Placing:  # fmt: skip
-    stretch = None if factor is None else Stretch(factor, trained=trained)
-    position = Rotary(turned, base=base, interleaved=interleaved, stretch=stretch)
+    stretch = None if factor is None else RopeScaling(factor, original_length=trained)
+    position = Rotary(turned, base=base, interleaved=interleaved, scaling=stretch)
     rates = frequencies(turned or dim, base, factor, trained)
     of_queries = rotations(np.arange(keys - queries, keys), dim, rates, interleaved)
     of_keys = rotations(np.arange(keys), dim, rates, interleaved)

@@ -33,14 +33,14 @@ def under_transform() -> bool:
     return torch._C._functorch.get_dynamic_layer_stack_depth() > 0 or torch.autograd.forward_ad._current_level >= 0
 
 
-def numbers_hidden(*tensors: Tensor) -> bool:
+def values_unavailable(*tensors: Tensor) -> bool:
     """Whether values cannot be read, so that checks of them are left out: torch traces or transforms, or a tensor has none."""
     if torch.compiler.is_compiling() or under_transform():
         return True
-    return any(has_no_values(x) for x in tensors)
+    return any(lacks_values(x) for x in tensors)
 
 
-def has_no_values(x: Tensor) -> bool:
+def lacks_values(x: Tensor) -> bool:
     """Whether a tensor has a shape and nothing else: on the meta device, or a fake one."""
     return x.is_meta or isinstance(x, FakeTensor)
 
@@ -50,7 +50,7 @@ def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
     return nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
 
 
-def watched() -> bool:
+def intercepted() -> bool:
     """Whether a mode or a tracer sees torch's functions or operators go by: what is called past them, it would miss."""
     modes = torch._C._len_torch_function_stack() > 0 or torch._C._len_torch_dispatch_stack() > 0
     return modes or torch._C._is_tracing()
@@ -88,7 +88,7 @@ def refuse_scripting(module: nn.Module) -> nn.Module:
     )
 
 
-def in_sight(x: torch.Tensor) -> bool:
+def values_readable(x: torch.Tensor) -> bool:
     """Whether the numbers in a tensor can be looked at, and nobody traces the call who would take the answer for a constant."""
     # a compiler cannot look at the stack of modes: it is asked first
     if torch.compiler.is_compiling() or not (type(x) is Tensor or type(x) is nn.Parameter) or x.is_meta:

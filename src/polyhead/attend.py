@@ -204,8 +204,8 @@ def _added(
     distance = torch.arange(1 - keys, max(queries, 1 - keys), device=device)
     if grid is None:
         return position.by_distance(distance), bias
-    local = next((part for part in parts(over) if isinstance(part, Grid) and part.told_apart), None)
-    table = None if local is None else position.by_offset(local.apart(distance))
+    local = next((part for part in parts(over) if isinstance(part, Grid) and part.offset_is_unique), None)
+    table = None if local is None else position.by_offset(local.offset_of(distance))
     if table is not None:
         return table, bias
     pairs = position.on_grid(grid._replace(prefix=0), device)

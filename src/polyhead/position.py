@@ -27,7 +27,7 @@ from polyhead._checks import (
     kind_of,
     shown,
 )
-from polyhead._torch import numbers_hidden, widened
+from polyhead._torch import values_unavailable, widened
 
 
 class Points(Protocol):
@@ -79,33 +79,33 @@ class Position(nn.Module):
 
 
 @dataclass(frozen=True)
-class Stretch:
+class RopeScaling:
     """Rotary turns made slower, for texts longer than those a model was first trained on.
 
     Args:
         factor: how many times slower; of all turns, where `trained` is None (Chen 2023, "linear").
-        trained: the length of the first texts (Llama 3.1): turns that go round less than `low` times in it become slower,
+        original_length: the length of the first texts (Llama 3.1): turns that go round less than `low` times in it become slower,
             those that go round more than `high` times stay, and between the two the frequencies are blended.
         low, high: so many times.
     """
 
     factor: float
-    trained: int | None = None
+    original_length: int | None = None
     low: float = 1.0
     high: float = 4.0
 
     def __post_init__(self) -> None:
         for name in ("factor", "low", "high"):
-            check_number(f"Stretch: {name}", getattr(self, name), 0, math.inf, "()")
-        if self.trained is not None:
-            check_integer("Stretch: trained", self.trained)
-            check_number("Stretch: low", self.low, 0, self.high, "()", hint="it must be less than high")
+            check_number(f"RopeScaling: {name}", getattr(self, name), 0, math.inf, "()")
+        if self.original_length is not None:
+            check_integer("RopeScaling: original_length", self.original_length)
+            check_number("RopeScaling: low", self.low, 0, self.high, "()", hint="it must be less than high")
 
     def __call__(self, frequency: Float[Tensor, " pairs"]) -> Float[Tensor, " pairs"]:
         """The frequencies, in radians a position, as they become."""
-        if self.trained is None:
+        if self.original_length is None:
             return frequency / self.factor
-        rounds = self.trained * frequency / (2 * math.pi)
+        rounds = self.original_length * frequency / (2 * math.pi)
         kept = ((rounds - self.low) / (self.high - self.low)).clamp(0, 1)
         return frequency * (kept + (1 - kept) / self.factor)
 
@@ -117,7 +117,7 @@ class Rotary(Position):
         dim: how many leading features turn; by default all.
         base: the ratio between the fastest and the slowest turn.
         interleaved: pairs are (0, 1), (2, 3), … as in the paper and GPT-J, instead of (i, i + dim/2) as in Llama.
-        stretch: how turns are made slower, for long texts.
+        scaling: how turns are made slower, for long texts.
         axes: on a grid, how many axes it has: the features that turn are cut into as many parts, one turned along each.
     """
 
@@ -127,7 +127,7 @@ class Rotary(Position):
         *,
         base: float = 10_000.0,
         interleaved: bool = False,
-        stretch: Stretch | None = None,
+        scaling: RopeScaling | None = None,
         axes: int | None = None,
     ) -> None:
         super().__init__()
@@ -138,9 +138,9 @@ class Rotary(Position):
             even = "even" if step == 2 else f"a multiple of {step}, two for each of {axes} axes"
             raise ValueError(f"Rotary: dim must be {even}, got {dim}")
         base = check_number("Rotary: base", base, 0, math.inf, "()")
-        if not (stretch is None or isinstance(stretch, Stretch)):
-            raise WrongType(f"Rotary: stretch must be a Stretch, such as Stretch(2.0), or None, got {shown(stretch)}")
-        self.dim, self.base, self.interleaved, self.stretch, self.axes = dim, base, interleaved, stretch, axes
+        if not (scaling is None or isinstance(scaling, RopeScaling)):
+            raise WrongType(f"Rotary: scaling must be a RopeScaling, such as RopeScaling(2.0), or None, got {shown(scaling)}")
+        self.dim, self.base, self.interleaved, self.scaling, self.axes = dim, base, interleaved, scaling, axes
         self._table: tuple[Tensor, Tensor] | None = None
         self._table_of: tuple[object, ...] = ()
 
@@ -156,9 +156,9 @@ class Rotary(Position):
 
     def _turns(self, start: int, stop: int, dim: int, like: Tensor) -> tuple[Tensor, Tensor]:
         """Cosine and sine (positions, dim/2) for the positions from `start` to `stop`, kept from call to call."""
-        if numbers_hidden() or start < 0:
+        if values_unavailable() or start < 0:
             return self._angles(torch.arange(start, stop, device=like.device), dim, like)
-        kept, own = self._table, (dim // 2, like.device, like.dtype, self.base, self.stretch)
+        kept, own = self._table, (dim // 2, like.device, like.dtype, self.base, self.scaling)
         fits = kept is not None and self._table_of == own
         if kept is None or not fits or kept[0].shape[0] < stop:
             # a table made under inference_mode could not be used in training
@@ -172,8 +172,8 @@ class Rotary(Position):
 
     def _angles(self, at: Int[Tensor, " items"], dim: int, like: Tensor) -> tuple[Tensor, Tensor]:
         frequency = self.base ** (-torch.arange(0, dim, 2, dtype=torch.float64, device=like.device) / dim)
-        if self.stretch is not None:
-            frequency = self.stretch(frequency)
+        if self.scaling is not None:
+            frequency = self.scaling(frequency)
         angle = at.to(torch.float64)[:, None] * frequency
         return angle.cos().to(like.dtype), angle.sin().to(like.dtype)
 
@@ -188,7 +188,7 @@ class Rotary(Position):
 
     def _along(self, x: Float[Tensor, "... items part"], at: Int[Tensor, " items"]) -> Float[Tensor, "... items part"]:
         """Features turned along one axis of a grid."""
-        if numbers_hidden(at):
+        if values_unavailable(at):
             cos, sin = self._angles(at, x.shape[-1], x)
         else:
             # one row a point of the axis, of which there are far fewer than items
@@ -204,7 +204,7 @@ class Rotary(Position):
         return {**self.__dict__, "_table": None}
 
     def extra_repr(self) -> str:
-        stretched = "" if self.stretch is None else f", stretch={self.stretch}"
+        stretched = "" if self.scaling is None else f", scaling={self.scaling}"
         axes = "" if self.axes is None else f", axes={self.axes}"
         return f"dim={self.dim}, base={self.base:g}, interleaved={self.interleaved}{stretched}{axes}"
 

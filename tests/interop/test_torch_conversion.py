@@ -147,7 +147,7 @@ def partly_frozen(name: str) -> MultiHeadAttention:
         (MultiHeadAttention(MODEL, HEADS, combine="concat"), "combine: it is 'concat'; it must be 'project'"),
         (MultiHeadAttention(MODEL, HEADS, combine="mean"), "combine: it is 'mean'; it must be 'project'"),
         (MultiHeadAttention(MODEL, HEADS, score=Dot(1.0)), "score: it is Dot(scale=1.0); it must be Dot() with its own scale"),
-        (MultiHeadAttention(MODEL, HEADS).merged(), "(a merged layer has no W_V); it must be an nn.Linear"),
+        (MultiHeadAttention(MODEL, HEADS).fold_value_projection(), "(a merged layer has no W_V); it must be an nn.Linear"),
         (changed(k_proj=nn.Linear(MODEL, MODEL, bias=False)), "bias: the projections have {'q_proj': True, 'k_proj': False"),
         (changed(q_proj=nn.Sequential()), "q_proj: it is torch.nn.modules.container.Sequential; it must be an nn.Linear"),
         (partly_frozen("k_proj.weight"), "requires_grad: it is [True, False, True] for the weight of q, k and v"),

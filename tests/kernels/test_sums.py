@@ -35,7 +35,7 @@ from polyhead.interop.pyg.edges import of_loops
 from polyhead.kernels import Call
 from polyhead.metrics import blockwise
 from polyhead.metrics.blockwise import Part
-from polyhead.nn.unpad import Live
+from polyhead.nn.unpad import Unpadding
 
 HUB = 5000
 HEADS, DIM = 2, 4
@@ -273,7 +273,7 @@ def test_the_gradients_of_blocks_are_added_in_fp32(monkeypatch: pytest.MonkeyPat
 @HALVES
 def test_padded_rows_are_summed_in_fp32(dtype: torch.dtype):
     """All rows that are left out share one row, whose gradient is the sum of theirs."""
-    live = Live(torch.arange(HUB + 1) == 0)
+    live = Unpadding(torch.arange(HUB + 1) == 0)
     y = torch.ones(2, DIM, dtype=dtype, requires_grad=True)
-    live.spread(y).sum().backward()
+    live.pad(y).sum().backward()
     assert y.grad[1].tolist() == [torch.tensor(float(HUB), dtype=dtype).item()] * DIM

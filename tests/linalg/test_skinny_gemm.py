@@ -58,20 +58,20 @@ def test_every_instruction_set_equals_torch(vectors: int, rows: int, columns: in
 def test_shapes_and_strides(products: list) -> None:
     module = nn.Linear(12, 5)
     for x in (torch.randn(12), torch.randn(2, 1, 12), torch.randn(12, 3).T, torch.randn(2, 2, 24)[..., ::2]):
-        torch.testing.assert_close(skinny_gemm.mapped(module, x), module(x))
+        torch.testing.assert_close(skinny_gemm.apply_linear(module, x), module(x))
     assert len(products) == 4
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-        skinny_gemm.mapped(module, torch.randn(1, 11))
+        skinny_gemm.apply_linear(module, torch.randn(1, 11))
 
 
 @torch.no_grad()
 def test_a_bias_of_another_shape_is_torchs_matter(products: list) -> None:
     module, x = nn.Linear(8, 64), torch.randn(1, 8)
     module.bias = nn.Parameter(torch.full((1,), 3.0))
-    torch.testing.assert_close(skinny_gemm.mapped(module, x), module(x))
+    torch.testing.assert_close(skinny_gemm.apply_linear(module, x), module(x))
     module.bias = nn.Parameter(torch.zeros(3))
     with pytest.raises(RuntimeError):
-        skinny_gemm.mapped(module, x)
+        skinny_gemm.apply_linear(module, x)
     assert products == []
 
 
@@ -79,24 +79,24 @@ def test_a_bias_of_another_shape_is_torchs_matter(products: list) -> None:
 @torch.no_grad()
 def test_a_traced_map_computes() -> None:
     module = nn.Linear(12, 5).requires_grad_(False)
-    traced = torch.jit.trace(lambda x: skinny_gemm.mapped(module, x), torch.randn(1, 12))
+    traced = torch.jit.trace(lambda x: skinny_gemm.apply_linear(module, x), torch.randn(1, 12))
     x = torch.randn(1, 12)
     torch.testing.assert_close(traced(x), module(x))
 
 
 def test_where_torch_serves(products: list) -> None:
     module, x = nn.Linear(12, 5), torch.randn(1, 12)
-    skinny_gemm.mapped(module, x).sum().backward()
+    skinny_gemm.apply_linear(module, x).sum().backward()
     assert module.weight.grad is not None
     with torch.no_grad():
-        skinny_gemm.mapped(module, torch.randn(skinny_gemm.ROWS + 1, 12))
-        skinny_gemm.mapped(module, torch.randn(0, 12))
-        skinny_gemm.mapped(module.double(), x.double())
+        skinny_gemm.apply_linear(module, torch.randn(skinny_gemm.ROWS + 1, 12))
+        skinny_gemm.apply_linear(module, torch.randn(0, 12))
+        skinny_gemm.apply_linear(module.double(), x.double())
         module.float()
         with torch.autocast("cpu", torch.bfloat16):
-            assert skinny_gemm.mapped(module, x).dtype == torch.bfloat16
+            assert skinny_gemm.apply_linear(module, x).dtype == torch.bfloat16
         module.weight = nn.Parameter(module.weight.T.contiguous().T)
-        torch.testing.assert_close(skinny_gemm.mapped(module, x), module(x))
+        torch.testing.assert_close(skinny_gemm.apply_linear(module, x), module(x))
     assert products == []
 
 
@@ -104,16 +104,16 @@ def test_where_torch_serves(products: list) -> None:
 def test_whoever_looks_on_sees_the_call(products: list) -> None:
     module, x, seen = nn.Linear(12, 5), torch.randn(1, 12), []
     handle = module.register_forward_hook(lambda *_: seen.append("hook"))
-    skinny_gemm.mapped(module, x)
+    skinny_gemm.apply_linear(module, x)
     handle.remove()
     with FlopCounterMode(display=False) as counted:
-        skinny_gemm.mapped(module, x)
+        skinny_gemm.apply_linear(module, x)
     assert seen == ["hook"] and counted.get_total_flops() == 2 * 12 * 5
     every = nn.modules.module.register_module_forward_hook(lambda *_: seen.append("every"))
-    skinny_gemm.mapped(module, x)
+    skinny_gemm.apply_linear(module, x)
     every.remove()
     module.forward = lambda given: given * 0
-    assert (skinny_gemm.mapped(module, x) == 0).all()
+    assert (skinny_gemm.apply_linear(module, x) == 0).all()
     assert seen == ["hook", "every"] and products == []
 
 
@@ -125,13 +125,13 @@ class Doubled(nn.Linear):
 @torch.no_grad()
 def test_other_kinds_of_maps_are_called(products: list) -> None:
     module, x = Doubled(12, 5), torch.randn(1, 12)
-    torch.testing.assert_close(skinny_gemm.mapped(module, x), 2 * F.linear(x, module.weight, module.bias))
+    torch.testing.assert_close(skinny_gemm.apply_linear(module, x), 2 * F.linear(x, module.weight, module.bias))
     assert products == []
 
 
 @torch.no_grad()
 def test_transforms_and_compilers_see_torchs_map() -> None:
     module, x = nn.Linear(12, 5), torch.randn(3, 1, 12)
-    torch.testing.assert_close(torch.vmap(lambda row: skinny_gemm.mapped(module, row))(x), module(x))
-    compiled = torch.compile(lambda given: skinny_gemm.mapped(module, given), fullgraph=True, backend="eager")
+    torch.testing.assert_close(torch.vmap(lambda row: skinny_gemm.apply_linear(module, row))(x), module(x))
+    compiled = torch.compile(lambda given: skinny_gemm.apply_linear(module, given), fullgraph=True, backend="eager")
     torch.testing.assert_close(compiled(x), module(x))

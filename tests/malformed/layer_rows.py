@@ -99,14 +99,14 @@ CALL = [
     Row("MultiHeadAttention", "torch's attn_mask", lambda: MHA(X, attn_mask=torch.ones(5, 5)), "attn_mask= becomes over="),
     Row("MultiHeadAttention", "an unknown word in a call", lambda: MHA(X, mask=None), "takes no argument 'mask'", TypeError),
     *tensors("MultiHeadAttention.explain", "query", MHA.explain, sparse=False),
-    *tensors("MultiHeadAttention.remember", "key", MHA.remember),
-    Row("MultiHeadAttention.remember", "key of other features", lambda: MHA.remember(X[..., :7]), "^key, value: their shapes are"),
-    Row("MultiHeadAttention.remember", "key of float64", lambda: MHA.remember(X.double()), "^key must be torch.float32"),
-    Row("MultiHeadAttention.remember", "value of other items", lambda: MHA.remember(X, X[:, :3]), "^key, value: their shapes are"),
-    Row("MultiHeadAttention.remember", "memory of another layer", lambda: MHA(X, layer(12, 4).remember(X)), "^key: this memory has keys"),
-    Row("MultiHeadAttention.remember", "memory with a value", lambda: MHA(X, MHA.remember(X), X), "^value: the key is a memory"),
-    Row("MultiHeadAttention.remember", "memory and a list", lambda: MHA([1.0], MHA.remember(X)), "^query must be a tensor", TypeError),
-    Row("MultiHeadAttention.remember", "memory and float64", lambda: MHA(X.double(), MHA.remember(X)), "^query must be torch.float32"),
+    *tensors("MultiHeadAttention.project_kv", "key", MHA.project_kv),
+    Row("MultiHeadAttention.project_kv", "key of other features", lambda: MHA.project_kv(X[..., :7]), "^key, value: their shapes are"),
+    Row("MultiHeadAttention.project_kv", "key of float64", lambda: MHA.project_kv(X.double()), "^key must be torch.float32"),
+    Row("MultiHeadAttention.project_kv", "value of other items", lambda: MHA.project_kv(X, X[:, :3]), "^key, value: their shapes are"),
+    Row("MultiHeadAttention.project_kv", "memory of another layer", lambda: MHA(X, layer(12, 4).project_kv(X)), "^key: this memory has keys"),
+    Row("MultiHeadAttention.project_kv", "memory with a value", lambda: MHA(X, MHA.project_kv(X), X), "^value: the key is a memory"),
+    Row("MultiHeadAttention.project_kv", "memory and a list", lambda: MHA([1.0], MHA.project_kv(X)), "^query must be a tensor", TypeError),
+    Row("MultiHeadAttention.project_kv", "memory and float64", lambda: MHA(X.double(), MHA.project_kv(X)), "^query must be torch.float32"),
 ]  # fmt: skip
 
 CACHES = [
@@ -133,8 +133,8 @@ SURGERY = [
     Row("MultiHeadAttention.prune", "None", lambda: layer().prune(None), "^heads must be a list of integers", TypeError),
     Row("MultiHeadAttention.prune", "all heads", lambda: layer().prune([0, 1, 2]), "^heads: .*at least one must stay"),
     Row("MultiHeadAttention.prune", "half a group", lambda: layer(12, 4, kv_heads=2).prune([0]), "^heads: .*breaks up the group"),
-    Row("MultiHeadAttention.merged", "nothing to fold into", lambda: layer(combine="concat").merged(), "^merged..: combine='concat'"),
-    Row("MultiHeadAttention.merged", "folded already", lambda: layer().merged().merged(), "^merged..: W_V is folded already"),
+    Row("MultiHeadAttention.merged", "nothing to fold into", lambda: layer(combine="concat").fold_value_projection(), "^merged..: combine='concat'"),
+    Row("MultiHeadAttention.merged", "folded already", lambda: layer().fold_value_projection().fold_value_projection(), "^merged..: W_V is folded already"),
     Row("MultiHeadAttention.manifold", "an unknown word", lambda: setattr(layer(), "manifold", "sphere"), "^manifold: it is 'sphere'"),
 ]  # fmt: skip
 

@@ -62,7 +62,7 @@ CONFIGS = [
     *(row for kind in ("Bert", "Gpt") for row in numbers(kind, "dropout", lambda x, kind=kind: changed(kind, dropout=x), "[0, 1)", 1, NAN, "x", None)),
     *(row for kind in KINDS for row in numbers(kind, "attention_dropout", lambda x, kind=kind: changed(kind, attention_dropout=x), "[0, 1)", 1, NAN, "x")),
     *numbers("Llama", "rope_base", lambda x: changed("Llama", rope_base=x), "(0, inf)", 0, NAN, INF, "x", None),
-    Row("Llama", "stretch is a number", lambda: changed("Llama", stretch=2.0), "^Rotary: stretch must be a Stretch", TypeError),
+    Row("Llama", "scaling is a number", lambda: changed("Llama", scaling=2.0), "^Rotary: scaling must be a RopeScaling", TypeError),
     Row("Llama", "kv_heads does not divide", lambda: changed("Llama", kv_heads=2), "^kv_heads: 2 does not divide"),
     *(Row(kind, "activation is unknown", lambda kind=kind: changed(kind, activation="tanh"), "^activation: it is 'tanh'") for kind in KINDS),
     *(Row(kind, "heads does not divide", lambda kind=kind: changed(kind, heads=5), "^heads: 5 does not divide d_model 12") for kind in KINDS),

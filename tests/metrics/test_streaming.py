@@ -9,7 +9,7 @@ from polyhead._torch import native
 from polyhead.attend import prepare
 from polyhead.metrics import blockwise, plan, streaming
 from polyhead.metrics.blockwise import Part
-from polyhead.metrics.plan import Question, answers
+from polyhead.metrics.plan import MetricRequest, compute
 
 pytestmark = pytest.mark.skipif(native is None, reason="there are no C++ kernels: the streamed pass is NOT tested")
 
@@ -51,13 +51,13 @@ def questions(part):
         ("received", torch.rand(*batch, heads, queries)), ("heatmap", 9), ("diversity",), ("mass_on", marked | True),
         ("mass_on", marked), ("mass_on", marked), ("mass_at", torch.randint(-1, keys, (*batch, 1, queries))),
     ]  # fmt: skip
-    return [Question(name, tuple(about), moved) for moved in (False, True) for name, *about in names]
+    return [MetricRequest(name, tuple(about), moved) for moved in (False, True) for name, *about in names]
 
 
 def check(part, lse=None, tolerance=1e-5):
     moved = torch.rand(*part.call.sizes.batch, part.call.sizes.heads, part.call.sizes.keys)
     asked = questions(part)
-    for question, found in zip(asked, answers(part, asked, moved=moved, lse=lse), strict=True):
+    for question, found in zip(asked, compute(part, asked, moved=moved, lse=lse), strict=True):
         own = part._replace(moved=moved) if question.moved else part
         wanted = getattr(blockwise, question.name)(own, *question.about)
         if question.name == "top":
@@ -109,7 +109,7 @@ def test_with_the_log_sum_exp_given(option):
 def test_scores_far_from_zero_keep_their_weights():
     part = made(SIZES[1], "dense")
     shifted = part.call._replace(bias=torch.full((1, 1, 1), 3e4))
-    (near,), (far,) = (answers(Part(call), [Question("entropy")]) for call in (part.call, shifted))
+    (near,), (far,) = (compute(Part(call), [MetricRequest("entropy")]) for call in (part.call, shifted))
     assert_close(near, far, atol=2e-2, rtol=1e-2)
 
 
@@ -117,7 +117,7 @@ def test_inputs_in_any_layout():
     part = made(SIZES[1], "causal")
     call = part.call
     strided = call._replace(q=call.q.transpose(1, 2).contiguous().transpose(1, 2), k=call.k.flip(-1).flip(-1))
-    for x, y in zip(*(answers(Part(c), questions(part)[:6]) for c in (call, strided)), strict=True):
+    for x, y in zip(*(compute(Part(c), questions(part)[:6]) for c in (call, strided)), strict=True):
         assert_close(x, y)
 
 
@@ -135,12 +135,12 @@ def test_many_questions_are_one_pass(monkeypatch):
     monkeypatch.setattr(plan.stream, "observe", lambda *a, **k: passes.append(1) or observe(*a, **k))
     moved = torch.rand(1, 2, 67)
     asked = [
-        Question(*q) for q in (
+        MetricRequest(*q) for q in (
             ("entropy",), ("received", (None,)), ("mass", (-1,)), ("top", (4,)), ("heatmap", (8,)),
             ("received", (None,), True), ("heatmap", (8,), True), ("mass_on", (torch.ones(67),), True),
         )
     ]  # fmt: skip
-    answers(part, asked, moved=moved)
+    compute(part, asked, moved=moved)
     assert len(passes) == 1
 
 
@@ -160,17 +160,17 @@ def test_gradients_go_the_other_way():
     part = made(SIZES[0], "causal")
     q = part.call.q.clone().requires_grad_()
     own = Part(part.call._replace(q=q))
-    answers(own, [Question("entropy")])[0].sum().backward()
+    compute(own, [MetricRequest("entropy")])[0].sum().backward()
     assert q.grad is not None
     with torch.no_grad():
-        assert_close(answers(own, [Question("entropy")])[0], blockwise.entropy(part), atol=1e-5, rtol=1e-5)
+        assert_close(compute(own, [MetricRequest("entropy")])[0], blockwise.entropy(part), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("where", ["q", "k"])
 def test_what_is_no_number_is_not_hidden(where):
     part = made(SIZES[0], "dense")
     getattr(part.call, where)[0, 0, 3, 0] = torch.nan
-    (found,) = answers(part, [Question("entropy")])
+    (found,) = compute(part, [MetricRequest("entropy")])
     assert torch.equal(found.isnan(), blockwise.entropy(part).isnan())
     assert found.isnan().any()
 
@@ -178,7 +178,7 @@ def test_what_is_no_number_is_not_hidden(where):
 def test_contributions_keep_their_gradients():
     part = made(SIZES[0], "dense")
     moved = torch.rand(2, 3, 7, requires_grad=True)
-    (found,) = answers(part, [Question("entropy", (), True)], moved=moved)
+    (found,) = compute(part, [MetricRequest("entropy", (), True)], moved=moved)
     found.sum().backward()
     assert moved.grad.abs().sum() > 0
 
@@ -187,5 +187,5 @@ def test_a_large_log_sum_exp_is_found_anew():
     part = made(SIZES[1], "dense")
     call = part.call._replace(q=part.call.q * 1e3, k=part.call.k * 1e2)
     lse = torch.logsumexp(blockwise.scores(call), -1)
-    ((largest, _),) = answers(Part(call), [Question("top", (1,))], lse=lse)
+    ((largest, _),) = compute(Part(call), [MetricRequest("top", (1,))], lse=lse)
     assert_close(largest, blockwise.top(Part(call), 1)[0], atol=1e-3, rtol=1e-3)

@@ -21,14 +21,14 @@ import polyhead
 from polyhead import Causal, Padding, Segments
 from polyhead.models import Gpt, Llama, gpt, llama
 from polyhead.models.causal import CausalModel
-from polyhead.position import Rotary, Stretch
+from polyhead.position import Rotary, RopeScaling
 
 GPT = gpt.Config(d_model=15, heads=3, layers=2, d_feedforward=23, vocab=101, positions=137)
 LLAMA = llama.Config(d_model=18, heads=6, layers=3, d_feedforward=29, vocab=101, positions=137, kv_heads=2, head_dim=10)
 CONFIGS: dict[str, Any] = {
     "gpt": GPT,
     "llama": LLAMA,
-    "tied": LLAMA._replace(head="tied", stretch=Stretch(8.0, 64)),
+    "tied": LLAMA._replace(head="tied", scaling=RopeScaling(8.0, 64)),
     "mistral": LLAMA._replace(window=7),
 }
 
@@ -213,29 +213,29 @@ def test_stretched_turns_are_transformers(transformers: Any, kind: str, factor: 
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     settings = {"rope_type": kind, "rope_theta": 5e5, "factor": factor}
-    stretch = Stretch(factor)
+    scaling = RopeScaling(factor)
     if kind == "llama3":
         settings |= {"original_max_position_embeddings": 8192, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-        stretch = Stretch(factor, 8192)
+        scaling = RopeScaling(factor, 8192)
     config = transformers.LlamaConfig(
         hidden_size=2048, num_attention_heads=32, max_position_embeddings=131072, rope_parameters=settings
     )
     expected, _ = ROPE_INIT_FUNCTIONS[kind](config, "cpu")
     plain = 5e5 ** (-torch.arange(0, 64, 2, dtype=torch.float64) / 64)
-    assert torch.allclose(stretch(plain).float(), expected, rtol=1e-5, atol=0)
-    assert "stretch=Stretch(factor=" in repr(Rotary(stretch=stretch))
+    assert torch.allclose(scaling(plain).float(), expected, rtol=1e-5, atol=0)
+    assert "scaling=RopeScaling(factor=" in repr(Rotary(scaling=scaling))
 
 
 def test_turns_that_cannot_be_stretched() -> None:
     for bad in ({"factor": 0.0}, {"factor": 2.0, "trained": 0}, {"factor": 2.0, "trained": 8, "low": 4.0}):
-        with pytest.raises(ValueError, match="Stretch: "):
-            Stretch(**bad)
+        with pytest.raises(ValueError, match="RopeScaling: "):
+            RopeScaling(**bad)
     with pytest.raises(ValueError, match=r"Rotary: base must be a number in \(0, inf\), got 0"):
         Rotary(base=0)
     with pytest.raises(
-        ValueError, match=r"Rotary: stretch must be a Stretch, such as Stretch\(2\.0\), or None, got 2\.0"
+        ValueError, match=r"Rotary: scaling must be a RopeScaling, such as RopeScaling\(2\.0\), or None, got 2\.0"
     ):
-        Rotary(stretch=2.0)  # type: ignore[arg-type]
+        Rotary(scaling=2.0)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("size", gpt.SIZES | llama.SIZES)

@@ -16,7 +16,7 @@ import torch
 
 from polyhead import Padding
 from polyhead.models import Bert, Gpt, Llama, bert, files, gpt, llama
-from polyhead.position import Stretch
+from polyhead.position import RopeScaling
 
 saving = pytest.importorskip("safetensors.torch", reason="pip install 'polyhead[inspect]'")
 
@@ -32,8 +32,8 @@ MODELS: dict[str, tuple[Any, Any]] = {
     "gpt, other": (Gpt, GPT._replace(d_feedforward=7, activation="silu", scale_by_layer=True, start=3, stop=(4,))),
     "llama": (Llama, LLAMA._replace(head_dim=4, start=1, stop=(2, 5))),
     "llama, biased": (Llama, LLAMA._replace(head_dim=4, attention_bias=True, feedforward_bias=True)),
-    "llama, tied": (Llama, LLAMA._replace(head_dim=4, head="tied", rope_base=5e5, stretch=Stretch(8.0, 16, 1.5, 3.0))),
-    "llama, bare": (Llama, LLAMA._replace(head_dim=4, head=None, stretch=Stretch(2.0))),
+    "llama, tied": (Llama, LLAMA._replace(head_dim=4, head="tied", rope_base=5e5, scaling=RopeScaling(8.0, 16, 1.5, 3.0))),
+    "llama, bare": (Llama, LLAMA._replace(head_dim=4, head=None, scaling=RopeScaling(2.0))),
     "mistral": (Llama, LLAMA._replace(head_dim=4, window=5)),
 }
 
@@ -164,7 +164,7 @@ def test_old_llama_checkpoints(tmp_path: Path) -> None:
         fields.pop(name)
     (tmp_path / "config.json").write_text(json.dumps({**fields, "num_key_value_heads": 2}))
     plain = Llama.from_pretrained(tmp_path).config
-    assert (plain.rope_base, plain.stretch, plain.positions, plain.stop) == (10_000.0, None, 2048, ())
+    assert (plain.rope_base, plain.scaling, plain.positions, plain.stop) == (10_000.0, None, 2048, ())
 
 
 @pytest.mark.parametrize(
@@ -224,7 +224,7 @@ def gated(model: Any) -> None:
 
 
 def replaced(model: Any) -> None:
-    model.layers[0].self = model.layers[0].self.merged()
+    model.layers[0].self = model.layers[0].self.fold_value_projection()
 
 
 def emptied(model: Any) -> None:

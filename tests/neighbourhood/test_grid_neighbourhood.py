@@ -156,7 +156,7 @@ def call(over, heads=2, queries=6, keys=6, **more):
         (lambda: Offsets([[(0, 0)], [(0, 0), (1, 1)]], (2, 3)), r"Offsets: offsets must be a tensor of integers \(heads, axes\) or \(heads, several, axes\), with 2 axes, got \[\[\(0, 0\)\], \[\(0, 0\), \(1, 1\)\]\]"),
         (lambda: RelativeBias(2, window=(True, 3)), r"RelativeBias: window\[0\] must be an integer in \[1, 2147483647\], got True; \(7,\) is for a line, \(7, 7\) for an image"),
         (lambda: QuadraticOffset([(0.0,)], alpha="x"), r"QuadraticOffset: alpha must be a number in \(0, inf\), got 'x'"),
-        (lambda: MultiHeadAttention(8, 2, position=Rotary(axes=2)).remember(torch.ones(1, 6, 8)), r"remember: Rotary is for a grid"),
+        (lambda: MultiHeadAttention(8, 2, position=Rotary(axes=2)).project_kv(torch.ones(1, 6, 8)), r"project_kv: Rotary is for a grid"),
     ],
 )  # fmt: skip
 def test_messages(make, message):
@@ -199,11 +199,11 @@ def test_pairs_of_one_distance_are_told_apart():
         Grid(9, window=3),
         Grid(4, 9, window=3, dilation=3),
     ):
-        assert over.told_apart
+        assert over.offset_is_unique
         points = over.grid.keys(CPU)
         key, query = over.pairs(CPU)
-        assert torch.equal(over.apart(key - query), points[key] - points[query])
-    assert not Grid(4, 5, window=(3, 7)).told_apart and not Grid(4, 5).told_apart
+        assert torch.equal(over.offset_of(key - query), points[key] - points[query])
+    assert not Grid(4, 5, window=(3, 7)).offset_is_unique and not Grid(4, 5).offset_is_unique
 
 
 @pytest.mark.parametrize(

@@ -113,7 +113,7 @@ def test_under_autocast_the_cache_has_the_narrow_dtype():
             ValueError, match=r"it holds torch.float32, but the keys are torch.bfloat16.*dtype=torch.bfloat16"
         ):
             mha(x, cache=early)
-        for layer in (mha, mha.merged()):
+        for layer in (mha, mha.fold_value_projection()):
             cache = layer.cache(2, 5)
             steps = [layer(x[:, i : i + 1], cache=cache)[0] for i in range(5)]
             torch.testing.assert_close(torch.cat(steps, 1), mha(x, over=Causal())[0], atol=5e-2, rtol=5e-2)

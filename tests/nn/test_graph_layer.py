@@ -221,7 +221,7 @@ def test_inputs_are_dropped_in_padded_batches_too():
     out, again = (layer(x, over=Padding([100] * 8))[0] for _ in range(2))
     assert not torch.allclose(out, again)
     with pytest.raises(ValueError, match="input_dropout and value_dropout act around W_V"):
-        layer.merged()
+        layer.fold_value_projection()
 
 
 def test_sparse_inputs_have_no_batch():
@@ -262,7 +262,7 @@ def test_shares_next_to_one(options):
 
 def test_there_is_no_w_v_to_fold():
     with pytest.raises(ValueError, match="GAT sums the keys themselves, and has no W_V"):
-        MultiHeadAttention(6, num_heads=2, score="gat").merged()
+        MultiHeadAttention(6, num_heads=2, score="gat").fold_value_projection()
 
 
 def test_starting_over_draws_the_score_too():

@@ -149,7 +149,7 @@ def test_pruned_layers_go_on(options):
 @pytest.mark.parametrize("bias", [True, False])
 def test_merged_layers_have_no_values_to_keep(bias):
     mha = layer(bias=bias)
-    merged = mha.merged()
+    merged = mha.fold_value_projection()
     assert merged.manifolds == {f"{letter}_proj.weight": Stiefel(heads=6) for letter in "qk"}
     x = torch.randn(2, 5, 30)
     torch.testing.assert_close(merged(x)[0], mha(x)[0])

@@ -70,7 +70,7 @@ def test_merged_equals_the_layer(options):
     if options.get("bias", True):
         nn.init.normal_(mha.v_proj.bias)
     x = torch.randn(2, 11, 30, dtype=torch.float64)
-    merged = mha.merged()
+    merged = mha.fold_value_projection()
     assert not list(merged.v_proj.parameters())
     for over in (None, Causal(), Padding([3, 0]), torch.rand(2, 1, 11, 11) > 0.7):
         wanted, heads = mha(x, over=over)
@@ -88,9 +88,9 @@ def test_merged_equals_the_layer(options):
 
 def test_merged_is_refused_without_an_output_map_and_twice():
     with pytest.raises(ValueError, match=r"merged\(\): combine='mean' has no W_O to fold W_V into"):
-        MultiHeadAttention(30, 6, combine="mean").merged()
+        MultiHeadAttention(30, 6, combine="mean").fold_value_projection()
     with pytest.raises(ValueError, match=r"merged\(\): W_V is folded already"):
-        MultiHeadAttention(30, 6).merged().merged()
+        MultiHeadAttention(30, 6).fold_value_projection().fold_value_projection()
 
 
 def test_frozen_stays_frozen_and_shared_stays_whole():
@@ -99,7 +99,7 @@ def test_frozen_stays_frozen_and_shared_stays_whole():
     one.requires_grad_(False)
     one.prune([0])
     assert not any(parameter.requires_grad for parameter in one.parameters())
-    assert not any(parameter.requires_grad for parameter in one.merged().parameters())
+    assert not any(parameter.requires_grad for parameter in one.fold_value_projection().parameters())
     assert other(torch.randn(2, 11, 30))[1].shape == (2, 6, 11, 11)
 
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from polyhead import Causal, MultiHeadAttention, Padding, Rotary, capture
 from polyhead.interop.torch_layers import layer_from_torch
-from polyhead.nn import FeedForward, Memory, Transformer, TransformerLayer
+from polyhead.nn import FeedForward, KeyValues, Transformer, TransformerLayer
 from polyhead.nn.generate import Choice
 
 VOCAB, START, STOP = 23, 1, 2
@@ -109,7 +109,7 @@ def test_a_memory_stands_for_what_it_was_made_of(options: dict) -> None:
     torch.manual_seed(0)
     mha = MultiHeadAttention(12, 3, **options)
     x, y = torch.randn(2, 5, 12), torch.randn(2, 7, 12)
-    found, heads = mha(x, mha.remember(y), over=Padding([7, 3]))
+    found, heads = mha(x, mha.project_kv(y), over=Padding([7, 3]))
     wanted, same = mha(x, y, over=Padding([7, 3]))
     torch.testing.assert_close(found, wanted)
     torch.testing.assert_close(heads.weights, same.weights)
@@ -117,19 +117,19 @@ def test_a_memory_stands_for_what_it_was_made_of(options: dict) -> None:
 
 def test_a_memory_of_another_layer_or_batch_is_refused() -> None:
     mha = MultiHeadAttention(12, 3)
-    memory = mha.remember(torch.randn(2, 7, 12))
+    memory = mha.project_kv(torch.randn(2, 7, 12))
     with pytest.raises(ValueError, match=r"key: this memory has keys \(2, 3, 7, 4\).* of the query's batch \(3,\)"):
         mha(torch.randn(3, 5, 12), memory)
     with pytest.raises(ValueError, match="key: this memory"):
         MultiHeadAttention(12, 4)(torch.randn(2, 5, 12), memory)
     k, v = memory
-    for wrong in (Memory(k[:, :, :1], v), Memory(k, v[:, :, :5]), Memory(k.half(), v.half()), Memory(k, v.double())):
+    for wrong in (KeyValues(k[:, :, :1], v), KeyValues(k, v[:, :, :5]), KeyValues(k.half(), v.half()), KeyValues(k, v.double())):
         with pytest.raises(ValueError, match="key: this memory"):
             mha(torch.randn(2, 5, 12), wrong, over=Padding([1, 1]))
     with pytest.raises(ValueError, match="value: the key is a memory"):
         mha(torch.randn(2, 5, 12), memory, torch.randn(2, 7, 12))
     with pytest.raises(ValueError, match=r"key, value: their shapes are \(2, 7, 11\)"):
-        mha.remember(torch.randn(2, 7, 11))
+        mha.project_kv(torch.randn(2, 7, 11))
     with pytest.raises(ValueError, match="cache: it is for a sequence that attends to itself"):
         mha(torch.randn(2, 5, 12), memory, cache=mha.cache(2, 9))
 

@@ -14,14 +14,14 @@ import torch
 from polyhead import _files, _limits
 from polyhead.cli.inspect_image import inspect_image
 from polyhead.inspection.analysis import ablation
-from polyhead.inspection.capture.capture import NOTHING_SEEN, Seen, capture
+from polyhead.inspection.capture.capture import NOTHING_SEEN, Capture, capture
 from polyhead.inspection.loading import Loaded, load
 from polyhead.inspection.report.report import report
 from polyhead.inspection.roles import corpus, headline
 from polyhead.inspection.roles.find import Subject, find
 from polyhead.inspection.roles.roles import NO_ROLE, ROLES, Card, Found
 from polyhead.inspection.roles.text import Text
-from polyhead.inspection.roles.text_evidence import here
+from polyhead.inspection.roles.text_evidence import add_text_evidence
 from polyhead.models import Tokens
 
 if TYPE_CHECKING:
@@ -155,13 +155,13 @@ def _read(path: Path) -> str:
         raise ValueError(f"{path}: it is no text in UTF-8: {error.reason} at byte {error.start}") from error
 
 
-def _found(arguments: argparse.Namespace, subject: Subject, seen: Seen, text: Text, busy: Console) -> Found:
+def _found(arguments: argparse.Namespace, subject: Subject, seen: Capture, text: Text, busy: Console) -> Found:
     """The roles of the model's heads, with their strongest pairs in this text."""
     sentences = None if arguments.treebank is None else corpus.some(corpus.treebank(arguments.treebank))
     gap = () if arguments.gap is None else corpus.gap(arguments.gap)
     pairs = () if arguments.pairs is None else corpus.own_pairs(arguments.pairs)
     found = find(subject, sentences=sentences, gap=gap, pairs=pairs, progress=_bar(busy, "Measuring roles"))
-    return here(found, seen, text, sentence=corpus.known(text.words))
+    return add_text_evidence(found, seen, text, sentence=corpus.known(text.words))
 
 
 def _with_effects(found: Found, loaded: Loaded, tokens: Tokens, busy: Console) -> Found:
@@ -170,7 +170,7 @@ def _with_effects(found: Found, loaded: Loaded, tokens: Tokens, busy: Console) -
         return found
     vector = lambda ids: _hidden(loaded.model(ids)).mean(-2)
     with busy.status("Taking heads out …"):
-        lost = ablation.turned(loaded.model, vector, tokens.ids)
+        lost = ablation.ablate_embedding(loaded.model, vector, tokens.ids)
     by_layer = list(lost.without.values())
     changed = lambda card: card._replace(effect=float(by_layer[card.layer][card.head]))
     return Found([changed(card) for card in found.cards], found.measured, found.notes)
@@ -199,7 +199,7 @@ def _short(text: str, most: int = 80) -> str:
 
 
 def _print(
-    console: Console, arguments: argparse.Namespace, seen: Seen, text: Text, found: Found, sentence: str,
+    console: Console, arguments: argparse.Namespace, seen: Capture, text: Text, found: Found, sentence: str,
     rest: headline.Resting | None, notes: Sequence[str],
 ) -> None:  # fmt: skip
     """One screen: the finding, the roles with their strongest pairs, what special tokens hide, what the textbook says."""

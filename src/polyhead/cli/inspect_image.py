@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from polyhead.inspection.analysis.image_stats import looking
-from polyhead.inspection.capture.capture import Seen, capture
+from polyhead.inspection.capture.capture import Capture, capture
 from polyhead.inspection.report.image_layout import imaged
 from polyhead.inspection.report.report import report
 from polyhead.inspection.vision import read_image, seeing
@@ -48,7 +48,7 @@ def inspect_image(arguments: argparse.Namespace, busy: Console, console: Console
     with busy.status("Loading the model …"):
         loaded = seeing(arguments.model)
     photo = loaded.cropped(photo)
-    with busy.status("Looking …"), torch.no_grad(), capture(loaded.model) as seen:
+    with busy.status("ImageStats …"), torch.no_grad(), capture(loaded.model) as seen:
         try:
             loaded.model(pixel_values=loaded.prepare(photo))
         except (RuntimeError, TypeError) as error:
@@ -83,7 +83,7 @@ def _at(given: str | None) -> int | tuple[int, ...] | None:
     return numbers if len(numbers) == 2 else numbers[0]
 
 
-def _rows(seen: Seen, grid: tuple[int, int]) -> list[Row]:
+def _rows(seen: Capture, grid: tuple[int, int]) -> list[Row]:
     """A row for each head whose queries are patches, those that look most to one side first."""
     rows = []
     for layer, view in enumerate(seen.values()):

@@ -22,7 +22,7 @@ from polyhead.kernels import Call
 from polyhead.metrics import blockwise
 from polyhead.metrics.blockwise import Part
 from polyhead.metrics.edges import EdgePart
-from polyhead.metrics.plan import AnyPart, Place, Question, answers, mass_question
+from polyhead.metrics.plan import AnyPart, Place, MetricRequest, compute, mass_question
 from polyhead.neighbourhood import Graph, broadcasts
 from polyhead.picture import html, plot
 
@@ -140,9 +140,9 @@ class Heads(AsTensor):
         moved = part.moved
         if moved is None and any(question.moved for question in questions):
             moved = self._moved_by_a_weight()
-        return answers(part._replace(moved=None), questions, moved=moved, lse=self._origin.lse)
+        return compute(part._replace(moved=None), questions, moved=moved, lse=self._origin.lse)
 
-    def _question(self, metric: Metric) -> Question:
+    def _question(self, metric: Metric) -> MetricRequest:
         """A metric as the kernels know it; checked."""
         if not isinstance(metric, str) and not (isinstance(metric, tuple) and metric):
             raise ValueError(f"metrics: {metric!r} is no name of a metric, and no tuple of a name and its arguments")
@@ -153,7 +153,7 @@ class Heads(AsTensor):
         if name not in _METRICS or len(about) != _METRICS[name]:
             if name == "received" and len(about) == 1:
                 self._check_counts(about[0])
-                return Question(name, tuple(about), moved)
+                return MetricRequest(name, tuple(about), moved)
             known = ", ".join(f"({name!r}, …)" if number else repr(name) for name, number in _METRICS.items())
             raise ValueError(f"metrics: {metric!r} is none of {known}, ('contribution', …)")
         if name == "mass":
@@ -164,7 +164,7 @@ class Heads(AsTensor):
             about = [check_integer("k", about[0], 1, part.keys_seen, hint=f"there are {part.keys_seen} keys")]
         if name == "heatmap":
             about = [check_integer("size", about[0])]
-        return Question(name, tuple(about), moved)
+        return MetricRequest(name, tuple(about), moved)
 
     def _check_place(self, on: object) -> None:
         """Raise where a tensor of keys is of another batch, or of other heads."""

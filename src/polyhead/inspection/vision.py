@@ -23,7 +23,7 @@ _PREPARING = (("processor_config.json", "image_processor"), ("preprocessor_confi
 _USUAL = "a ViT, DeiT, DINOv2, CLIP or SigLIP, as a folder with safetensors and config.json, or an id that transformers knows"
 
 
-class Seeing(NamedTuple):
+class VisionModel(NamedTuple):
     """A model of images in evaluation mode, what it is called, and how it wants images."""
 
     model: nn.Module
@@ -89,7 +89,7 @@ class Seeing(NamedTuple):
         return image.crop((left, top, left + wide, top + high))
 
 
-def seeing(name: str | None) -> Seeing:
+def seeing(name: str | None) -> VisionModel:
     """An image model by a folder, an installed package, or an id that transformers knows.
 
     Raises:
@@ -116,7 +116,7 @@ def seeing(name: str | None) -> Seeing:
         raise ValueError(
             f"model: image_size of {name!r} must be at most {_limits.IMAGE_PIXELS:,} pixels, got {height:,} x {width:,}"
         )
-    return Seeing(model, name, (height, width), (height // down, width // across), _prepared(name))
+    return VisionModel(model, name, (height, width), (height // down, width // across), _prepared(name))
 
 
 def _prepared(name: str) -> Mapping[str, Any]:

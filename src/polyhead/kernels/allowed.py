@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from polyhead._torch import in_sight, numbers_hidden
+from polyhead._torch import values_readable, values_unavailable
 from polyhead.linalg.foreach import finite
 
 
@@ -23,7 +23,7 @@ def dots(
     if _differentiated(q, k):
         s: Tensor = _Dots.apply(q, k, hidden)
         return s
-    if not numbers_hidden():
+    if not values_unavailable():
         return q @ k.mT
     # a transform or a compiler differentiates what it sees, and ds k is NaN where k is
     return scored_apart(lambda q, k: q @ k.mT, q, k)
@@ -48,7 +48,7 @@ def weighted_sum(
 
 
 def _weighted_sum(p: Tensor, v: Tensor, hidden: Tensor) -> Tensor:
-    if in_sight(v) and finite([v.detach()]):
+    if values_readable(v) and finite([v.detach()]):
         return p @ v
     seen = (~hidden).to(p.dtype) @ (~v.isfinite()).to(p.dtype)
     return (p @ _cleared(v)).masked_fill(seen > 0, torch.nan)
@@ -64,7 +64,7 @@ def _cleared(x: Tensor) -> Tensor:
 
 def _differentiated(*given: Tensor) -> bool:
     """Whether autograd records this."""
-    return torch.is_grad_enabled() and not numbers_hidden() and any(x.requires_grad for x in given)
+    return torch.is_grad_enabled() and not values_unavailable() and any(x.requires_grad for x in given)
 
 
 class _Dots(torch.autograd.Function):

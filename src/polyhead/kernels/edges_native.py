@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from polyhead._torch import in_sight, missing, native, under_transform
+from polyhead._torch import values_readable, missing, native, under_transform
 from polyhead.kernels.call import Call, Result, flat, to_heads
 from polyhead.kernels.dropout import threshold
 from polyhead.kernels.edges_torch import Edges
@@ -102,7 +102,7 @@ def _terms(score: GAT, q: Tensor, k: Tensor, one: bool) -> tuple[Tensor, Tensor]
     else:
         made = [q.flatten(-2) @ _block_diagonal(to_query), k.flatten(-2) @ _block_diagonal(to_key)]
         of_query, of_key = made
-    if in_sight(q) and not finite([x.detach() for x in made]):
+    if values_readable(q) and not finite([x.detach() for x in made]):
         # zero times NaN is NaN: heads would hand it to each other
         of_query, of_key = (q * to_query).sum(-1), (k * to_key).sum(-1)
     return of_query if score.bias is None else of_query + score.bias.to(q.dtype), of_key

@@ -13,7 +13,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from polyhead._torch import numbers_hidden, without_autocast
+from polyhead._torch import values_unavailable, without_autocast
 from polyhead.kernels.call import Call, Result, to_heads
 from polyhead.kernels.dropout import keeps
 from polyhead.kernels.reference import through_sink
@@ -100,7 +100,7 @@ def summed(
     for cut, compute in _cuts(source.shape[0], size, p.requires_grad or v.requires_grad, block):
         part = compute(p[..., cut], source[cut])
         # in place where it can be: no copy of the whole for every block
-        add = out.index_add if numbers_hidden() else out.index_add_
+        add = out.index_add if values_unavailable() else out.index_add_
         out = add(-2, destination[cut], part)
     return out
 
@@ -122,7 +122,7 @@ def _cuts(edges: int, size: int, learns: bool, block: Block) -> Iterator[tuple[s
         yield slice(None), block
         return
     step = max(1, BLOCK // max(size, 1))
-    again = learns and edges > step and torch.is_grad_enabled() and not numbers_hidden()
+    again = learns and edges > step and torch.is_grad_enabled() and not values_unavailable()
     compute = (lambda *given: checkpoint(block, *given, use_reentrant=False)) if again else block
     for begin in range(0, max(edges, 1), step):
         yield slice(begin, begin + step), compute

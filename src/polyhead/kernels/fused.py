@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from polyhead._torch import in_sight, native, under_transform
+from polyhead._torch import values_readable, native, under_transform
 from polyhead.kernels.call import Call, Result, flat, to_heads
 from polyhead.kernels.operators import differentiate_definition
 from polyhead.kernels.reference import Reference
@@ -128,12 +128,12 @@ def _differentiate_again(
 def _known_finite(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether a look at all numbers is worth its time, and finds that they are finite."""
     few = v.numel() <= FEW_NUMBERS and type(k) is type(v) is Tensor
-    return few and in_sight(q) and small_finite(q, k, v)
+    return few and values_readable(q) and small_finite(q, k, v)
 
 
 def _leaks(q: Tensor, k: Tensor, out: Tensor) -> bool:
     """Whether NaN or inf may have reached earlier queries through weights of zero, or may in the backward pass."""
-    if not in_sight(q):
+    if not values_readable(q):
         return False
     # the last query sees all keys and values; what is in a query, or makes a weight of zero, leaks through gradients alone
     return not small_finite(out[..., -1, :]) or (out.requires_grad and not small_finite(q, k))

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from polyhead._torch import in_sight, without_autocast
+from polyhead._torch import values_readable, without_autocast
 from polyhead.kernels.allowed import dots, scored_apart, weighted_sum
 from polyhead.kernels.call import Call, Result, to_heads
 from polyhead.kernels.dropout import keeps
@@ -109,7 +109,7 @@ def _scored(
 def _products(call: Call, q: Tensor, k: Tensor, hidden: Tensor) -> Tensor:
     if type(call.score) is Dot and not call.over.full:
         return dots(q * call.score.factor(q.shape[-1]), k, hidden)
-    if call.over.full or (in_sight(q) and finite([q.detach()]) and finite([k.detach()])):
+    if call.over.full or (values_readable(q) and finite([q.detach()]) and finite([k.detach()])):
         s: Tensor = call.score(q, k)
         return s
     return scored_apart(call.score, q, k)

@@ -6,7 +6,7 @@ from functools import lru_cache
 
 import torch
 
-from polyhead._torch import native, numbers_hidden, watched
+from polyhead._torch import native, values_unavailable, intercepted
 from polyhead.kernels.call import Call, Result
 from polyhead.kernels.edges_native import Native
 from polyhead.kernels.edges_torch import Edges
@@ -25,7 +25,7 @@ class Pairs:
             return "there is no window: the pairs are all that there are"
         if call.bias is not None:
             return "it adds no bias"
-        if numbers_hidden(call.q) or watched():
+        if values_unavailable(call.q) or intercepted():
             return "the pairs cannot be counted while torch compiles, transforms or watches the call"
         if type(call.score) is Dot and (not call.q.is_cpu or native is None or call.table is not None):
             return "dot products are quicker many at a time, where there is no C++ kernel for them"

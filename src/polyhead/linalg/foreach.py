@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from polyhead._torch import native, numbers_hidden, watched
+from polyhead._torch import native, values_unavailable, intercepted
 
 # Fewer numbers are not worth a second thread.
 _PARALLEL = 1 << 16
@@ -37,7 +37,7 @@ def finite(tensors: Sequence[Tensor]) -> bool:
 def small_finite(*tensors: Tensor) -> bool:
     """The same of a few small tensors of one dtype on the CPU, whatever their strides, in a microsecond each.
 
-    For callers who know that values can be read (`in_sight`).
+    For callers who know that values can be read (`values_readable`).
     """
     kind = _KINDS.get(tensors[0].dtype)
     if native is None or kind is None:
@@ -63,6 +63,6 @@ def _plain(tensors: Sequence[Tensor]) -> bool:
         native is not None
         and {type(x) for x in tensors} == {Tensor}
         and {x.is_cpu and x.is_contiguous() for x in tensors} == {True}
-        and not numbers_hidden()
-        and not watched()
+        and not values_unavailable()
+        and not intercepted()
     )

@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
-from polyhead._torch import native, numbers_hidden, watched
+from polyhead._torch import native, values_unavailable, intercepted
 
 # More rows make a product of matrices, at which torch is good.
 ROWS = 8
@@ -19,10 +19,10 @@ ROWS = 8
 _SMALL = 1 << 15
 
 
-def mapped(module: nn.Module, x: Float[Tensor, "... features"]) -> Float[Tensor, "... out"]:
+def apply_linear(module: nn.Module, x: Float[Tensor, "... features"]) -> Float[Tensor, "... out"]:
     """What a module makes of an input. A plain `nn.Linear`, at which nobody looks, takes few rows the quick way."""
-    if type(module) is nn.Linear and few(x) and _alone(module):
-        return product(x, module.weight, module.bias)
+    if type(module) is nn.Linear and is_skinny(x) and _alone(module):
+        return skinny_product(x, module.weight, module.bias)
     y: Tensor = module(x)
     return y
 
@@ -31,10 +31,10 @@ def linear(
     x: Float[Tensor, "... features"], weight: Float[Tensor, "out features"], bias: Float[Tensor, " out"] | None = None
 ) -> Float[Tensor, "... out"]:
     """x Wᵀ + b."""
-    return product(x, weight, bias) if few(x) else F.linear(x, weight, bias)
+    return skinny_product(x, weight, bias) if is_skinny(x) else F.linear(x, weight, bias)
 
 
-def few(x: Float[Tensor, "... features"]) -> bool:
+def is_skinny(x: Float[Tensor, "... features"]) -> bool:
     """Whether an input may go the quick way: few rows of fp32 on the CPU, no gradient, and nobody that watches."""
     return (
         native is not None
@@ -43,13 +43,13 @@ def few(x: Float[Tensor, "... features"]) -> bool:
         and x.dtype == torch.float32
         and x.is_cpu
         and 0 < x.numel() <= ROWS * x.shape[-1]
-        and not numbers_hidden()
+        and not values_unavailable()
         and not torch.is_autocast_enabled("cpu")
-        and not watched()
+        and not intercepted()
     )
 
 
-def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def skinny_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x Wᵀ + b by the C++ kernel; by torch where the weights are not what it reads."""
     fits = weight.dim() == 2 and weight.shape[1] == x.shape[-1] and _plain(weight)
     if not fits or (bias is not None and not (bias.shape == weight.shape[:1] and _plain(bias))):

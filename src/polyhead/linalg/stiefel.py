@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from polyhead._torch import missing, native, numbers_hidden, watched
+from polyhead._torch import missing, native, values_unavailable, intercepted
 from polyhead.manifold import Manifold, Stiefel
 
 # Wider matrices do not stay in a core's cache: torch is better at their products.
@@ -58,7 +58,7 @@ def refuses(on: Manifold, rule: Rule, columns: Sequence[Sequence[Tensor]]) -> st
         return f"there are no C++ kernels: {missing}"
     if type(on) is not Stiefel or on.retraction != "polar":
         return f"it goes to the nearest point of the Stiefel manifold, and not as {on!r}"
-    if numbers_hidden() or watched():
+    if values_unavailable() or intercepted():
         return "torch compiles, transforms or watches what is done"
     x = columns[0][0]
     if x.dtype not in (torch.float32, torch.float64):

@@ -14,7 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from polyhead._torch import numbers_hidden, under_transform, widened, without_autocast
+from polyhead._torch import values_unavailable, under_transform, widened, without_autocast
 from polyhead.kernels.call import Call
 from polyhead.kernels.reference import scores, weights
 from polyhead.kernels.tiles import Bounds
@@ -121,7 +121,7 @@ def _reach(part: Part) -> tuple[Bounds, Bounds] | None:
     if (
         type(call.over) is Dense
         or part.keys is not None
-        or numbers_hidden(call.q, *call.over.leaves())
+        or values_unavailable(call.q, *call.over.leaves())
         or 0 in part.shape
     ):
         return None

@@ -14,12 +14,12 @@ from polyhead.kernels.reference import chosen
 from polyhead.metrics import blockwise, edges, streaming
 from polyhead.metrics.blockwise import Part
 from polyhead.metrics.edges import EdgePart
-from polyhead.metrics.streaming import MOST_SUMS, Observed, Wanted
+from polyhead.metrics.streaming import MOST_SUMS, PassResult, PassRequest
 
 AnyPart = Part | EdgePart
 
 
-class Question(NamedTuple):
+class MetricRequest(NamedTuple):
     """A metric by its name in `metrics`, its arguments, and whether it is about contributions in place of weights."""
 
     name: str
@@ -32,23 +32,23 @@ Place = str | int | Tensor
 """Where mass may lie: see `Heads.mass`."""
 
 
-def mass_question(on: Place, queries: int, keys: int, device: torch.device) -> Question:
+def mass_question(on: Place, queries: int, keys: int, device: torch.device) -> MetricRequest:
     """How much of each query's weight lies where `on` says."""
     if isinstance(on, Tensor):
         if on.dtype == torch.bool and on.dim() and on.shape[-1] == keys:
-            return Question("mass_on", (on.to(device),))
+            return MetricRequest("mass_on", (on.to(device),))
         if on.dtype in (torch.int64, torch.int32) and on.dim() and on.shape[-1] == queries:
-            return Question("mass_at", (on.to(device).long(),))
+            return MetricRequest("mass_at", (on.to(device).long(),))
         raise ValueError(
             f"on: it is {on.dtype} of shape {tuple(on.shape)}; it must be a bool tensor (..., keys) with {keys} keys, or one key's "
             f"number for each of {queries} queries"
         )
     if on == "first":
-        return Question("mass_at", (torch.zeros(queries, dtype=torch.long, device=device),))
+        return MetricRequest("mass_at", (torch.zeros(queries, dtype=torch.long, device=device),))
     offset: Any = _OFFSETS.get(on) if isinstance(on, str) else on
     if not is_integer(offset):
         raise WrongType(f"on must be one of {[*_OFFSETS, 'first']}, an integer or a tensor, got {shown(on)}")
-    return Question("mass", (check_integer("on", offset, -LARGEST),))
+    return MetricRequest("mass", (check_integer("on", offset, -LARGEST),))
 
 
 # The rounding of a larger log-sum-exp, one number, shows in the weights: it is found anew, in two.
@@ -59,9 +59,9 @@ _ROWS = 1 << 14
 _LINEAR = ("received", "mass", "mass_at", "mass_on", "heatmap")
 
 
-def answers(
+def compute(
     part: AnyPart,
-    questions: Sequence[Question],
+    questions: Sequence[MetricRequest],
     *,
     moved: Float[Tensor, "... all_heads all_keys"] | None = None,
     lse: Float[Tensor, "... all_heads all_queries"] | None = None,
@@ -86,7 +86,7 @@ def answers(
     return [known[n] if n in known else _one(part, q, moved) for n, q in enumerate(questions)]
 
 
-def _one(part: AnyPart, question: Question, moved: Tensor | None) -> Any:
+def _one(part: AnyPart, question: MetricRequest, moved: Tensor | None) -> Any:
     part = part._replace(moved=moved) if question.moved else part
     return getattr(edges if isinstance(part, EdgePart) else blockwise, question.name)(part, *question.about)
 
@@ -104,12 +104,12 @@ def _streams(part: Part, moved: Tensor | None) -> bool:
     return numbers and all(bool(x.amax() < torch.inf) for x in added)
 
 
-def _streamed(question: Question) -> bool:
+def _streamed(question: MetricRequest) -> bool:
     by_row = question.name == "mass_at" and question.about[0].dim() > 1
     return question.name in (*_LINEAR, "entropy", "distance", "top") and not by_row
 
 
-def _together(questions: Sequence[Question], waiting: list[int]) -> list[int]:
+def _together(questions: Sequence[MetricRequest], waiting: list[int]) -> list[int]:
     """Which of the questions one pass can answer, the first among them."""
     first = questions[waiting[0]]
     alone = lambda q: q.name == "received" and q.about and q.about[0] is not None
@@ -131,7 +131,7 @@ def _together(questions: Sequence[Question], waiting: list[int]) -> list[int]:
     return together
 
 
-def _pass(part: Part, questions: list[Question], moved: Tensor | None, lse: Tensor | None) -> list[Any]:
+def _pass(part: Part, questions: list[MetricRequest], moved: Tensor | None, lse: Tensor | None) -> list[Any]:
     batch = part.call.sizes.batch
     moved = None if moved is None else chosen(moved, -2, part.heads)
     lead = part.shape[:-2]
@@ -140,7 +140,7 @@ def _pass(part: Part, questions: list[Question], moved: Tensor | None, lse: Tens
     sums = [(m if s is None else m * s).expand(*lead, -1) for m, s in zip(marked, scales, strict=True)]
     counts = questions[0].about[0] if questions[0].name == "received" and questions[0].about else None
     rescaled = any(q.moved and q.name == "heatmap" for q in questions)
-    wanted = Wanted(
+    wanted = PassRequest(
         top=max((q.about[0] for q in questions if q.name == "top"), default=0),
         cells=max((q.about[0] for q in questions if q.name == "heatmap"), default=0),
         key_weights=torch.stack(sums, -2) if sums else None,
@@ -156,7 +156,7 @@ def _pass(part: Part, questions: list[Question], moved: Tensor | None, lse: Tens
     return [_read(part, q, seen, moved, next(column) if q.name == "mass_on" else 0) for q in questions]
 
 
-def _read(part: Part, question: Question, seen: Observed, moved: Tensor | None, column: int) -> Any:
+def _read(part: Part, question: MetricRequest, seen: PassResult, moved: Tensor | None, column: int) -> Any:
     """One answer out of what a pass has found out."""
     scale = moved if question.moved else None
     match question.name:
@@ -181,7 +181,7 @@ def _read(part: Part, question: Question, seen: Observed, moved: Tensor | None, 
 
 
 def _at(
-    part: Part, at: Int[Tensor, " queries"], seen: Observed, moved: Float[Tensor, "... heads keys"] | None
+    part: Part, at: Int[Tensor, " queries"], seen: PassResult, moved: Float[Tensor, "... heads keys"] | None
 ) -> Float[Tensor, "... heads queries"]:
     """The weight of each query on one key: no more than a product of two rows each, since the log-sum-exp is known."""
     call, heads, keys = part.call, part.heads, part.shape[-1]

@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from polyhead._torch import missing, native, numbers_hidden
+from polyhead._torch import missing, native, values_unavailable
 from polyhead.kernels.call import Call
 from polyhead.kernels.reference import chosen
 from polyhead.metrics.blockwise import cells, positive
@@ -37,7 +37,7 @@ _POINTERS = (
 _FAR = -1000.0
 
 
-class Wanted(NamedTuple):
+class PassRequest(NamedTuple):
     """What a pass is to find out besides entropy, distance and what keys receive."""
 
     # the largest so many of each query
@@ -54,7 +54,7 @@ class Wanted(NamedTuple):
     row_weights: Float[Tensor, "... heads queries"] | None = None
 
 
-class Observed(NamedTuple):
+class PassResult(NamedTuple):
     """What a pass has found out."""
 
     entropy: Float[Tensor, "... heads queries"]
@@ -80,17 +80,17 @@ def refuses(call: Call) -> str | None:
         return f"it has no code for {type(call.score).__name__} scores"
     if not call.q.is_cpu or call.q.dtype == torch.float64:
         return f"it is for fp32 and halves on the CPU, and q is {call.q.dtype} on {call.q.device.type}"
-    return "torch compiles or transforms the call" if numbers_hidden() else None
+    return "torch compiles or transforms the call" if values_unavailable() else None
 
 
 def observe(
     call: Call,
-    wanted: Wanted,
+    wanted: PassRequest,
     *,
     heads: Int[Tensor, " some"] | None = None,
     queries: Int[Tensor, " some"] | None = None,
     lse: Float[Tensor, "... heads queries"] | None = None,
-) -> Observed:
+) -> PassResult:
     """One pass over the scores of all heads and queries, or of some; two where their log-sum-exp is not given."""
     batch, number, rows, keys = call.sizes
     lead = (math.prod(batch), number if heads is None else len(heads), rows if queries is None else len(queries))
@@ -99,29 +99,29 @@ def observe(
         if lse is not None:
             found.high.copy_(lse.reshape(found.high.shape))
         for row in range(lead[0]):
-            scores, mine = _Scores(call, row, heads, queries), Observed(*(x[row] for x in found))
+            scores, mine = _Scores(call, row, heads, queries), PassResult(*(x[row] for x in found))
             if lse is None:
                 _scan(scores, mine)
             if call.sink is not None:
                 sink = chosen(call.sink, -1, heads).float()
                 torch.logaddexp(mine.low, sink[:, None] - mine.high, out=mine.low)
-            _observe(scores, Wanted(*(_of_row(x, row, batch) for x in wanted)), mine)
+            _observe(scores, PassRequest(*(_of_row(x, row, batch) for x in wanted)), mine)
         found.top.exp_()
         found.top_keys.masked_fill_(found.top == 0, -1)
-    return Observed(*(x.unflatten(0, batch) if batch else x[0] for x in found))
+    return PassResult(*(x.unflatten(0, batch) if batch else x[0] for x in found))
 
 
 def _of_row(x: Any, row: int, batch: tuple[int, ...]) -> Any:
     return x.reshape(-1, *x.shape[len(batch) :])[row].float().contiguous() if isinstance(x, Tensor) else x
 
 
-def _room(lead: tuple[int, int, int], keys: int, wanted: Wanted) -> Observed:
+def _room(lead: tuple[int, int, int], keys: int, wanted: PassRequest) -> PassResult:
     """Where the answers go: sums from zero."""
     batch, heads, queries = lead
     sums = 0 if wanted.key_weights is None else wanted.key_weights.shape[-2]
     cells = (min(wanted.cells, queries), min(wanted.cells, keys))
     by_row = torch.zeros(batch, heads, queries, 2 + sums)
-    return Observed(
+    return PassResult(
         entropy=by_row[..., 0],
         distance=by_row[..., 1],
         sums=by_row[..., 2:],
@@ -213,7 +213,7 @@ class _Scores:
         return self._last[1]
 
 
-def _scan(scores: _Scores, found: Observed) -> None:
+def _scan(scores: _Scores, found: PassResult) -> None:
     """The log-sum-exp of each query."""
     total = torch.zeros_like(found.high)
     for block in scores.blocks():
@@ -224,7 +224,7 @@ def _scan(scores: _Scores, found: Observed) -> None:
     torch.log(total, out=found.low).masked_fill_(total == 0, 0.0)
 
 
-def _observe(scores: _Scores, wanted: Wanted, found: Observed) -> None:
+def _observe(scores: _Scores, wanted: PassRequest, found: PassResult) -> None:
     rows, keys = len(scores.queries), scores.keys
     height, width = found.heatmap.shape[-2:]
     across = cells(keys, width, found.heatmap)

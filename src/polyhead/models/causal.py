@@ -16,7 +16,7 @@ from polyhead.neighbourhood import Causal, Neighbourhood, Padding, Window, neigh
 from polyhead.neighbourhood.base import Both
 from polyhead.nn import KeyValueCache, TransformerLayer
 from polyhead.nn.cache import all_or_none
-from polyhead.nn.generate import Choice, check_evaluation, check_request, continued
+from polyhead.nn.generate import Sampler, check_evaluation, check_request, generate_tokens
 from polyhead.nn.transformer import check_ids
 
 
@@ -131,8 +131,8 @@ class CausalModel(nn.Module, ABC):
             ValueError: for a prompt that is empty, and where prompt and new tokens are more than the model's positions.
         """
         check_evaluation(self)
-        choice, stop = Choice(temperature, top_k, top_p, generator), self.config.stop if stop is None else stop
-        stops = check_request(ids, max_new_tokens, stop, choice, vocab=self.config.vocab, room=self.config.positions)
+        sampler, stop = Sampler(temperature, top_k, top_p, generator), self.config.stop if stop is None else stop
+        stops = check_request(ids, max_new_tokens, stop, sampler, vocab=self.config.vocab, room=self.config.positions)
         check_ids("ids", ids, self.config.vocab)
         # the last token is written and never read
         length = ids.shape[1] + max_new_tokens - 1
@@ -145,7 +145,7 @@ class CausalModel(nn.Module, ABC):
                 padding = None if real is None else Padding(real[:, :keys])
                 return self.logits(self._read(new, padding, caches)[:, -1])
 
-            new = continued(step, ids, max_new_tokens, stops, choice)
+            new = generate_tokens(step, ids, max_new_tokens, stops, sampler)
         # outside: a tensor like any other, which training may use
         return torch.cat((ids, new), 1)
 

@@ -14,18 +14,18 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from polyhead.linalg.skinny_gemm import linear, mapped
+from polyhead.linalg.skinny_gemm import linear, apply_linear
 from polyhead.models import files, saving, weights
 from polyhead.models.causal import CausalModel
 from polyhead.nn import FeedForward, MultiHeadAttention, TransformerLayer
 from polyhead.nn.transformer import embedding
-from polyhead.position import Rotary, Stretch
+from polyhead.position import Rotary, RopeScaling
 
 
 class Config(NamedTuple):
     """The numbers that make a Llama.
 
-    `kv_heads` are as many as `heads`, and `head_dim` is d_model / heads, unless given. `rope_base` and `stretch` are those of
+    `kv_heads` are as many as `heads`, and `head_dim` is d_model / heads, unless given. `rope_base` and `scaling` are those of
     `Rotary`; `window` is how many keys a token sees, its own with them. The head scores what comes next by weights of its
     own, by those of the word embeddings (`"tied"`), or is left out. `start` and `stop` are the tokens around a text.
     """
@@ -41,7 +41,7 @@ class Config(NamedTuple):
     eps: float = 1e-6
     activation: str = "silu"
     rope_base: float = 10_000.0
-    stretch: Stretch | None = None
+    scaling: RopeScaling | None = None
     window: int | None = None
     attention_bias: bool = False
     feedforward_bias: bool = False
@@ -61,7 +61,7 @@ SIZES = {
     # Grattafiori 2024
     "llama3-8b": _llama3(4096, 32, 32, 14336),
     "llama3-70b": _llama3(8192, 64, 80, 28672),
-    "llama3.2-1b": _llama3(2048, 32, 16, 8192, positions=131072, stretch=Stretch(32.0, 8192), head="tied"),
+    "llama3.2-1b": _llama3(2048, 32, 16, 8192, positions=131072, scaling=RopeScaling(32.0, 8192), head="tied"),
     # Zhang 2024
     "tinyllama": Config(2048, 32, 22, 5632, kv_heads=4, eps=1e-5),
     # Jiang 2023
@@ -139,7 +139,7 @@ class Llama(CausalModel):
         self.window = config.window
         self.words = embedding(config.vocab, config.d_model)
         # one for all layers: they share its table of turns
-        rotary = Rotary(base=config.rope_base, stretch=config.stretch)
+        rotary = Rotary(base=config.rope_base, scaling=config.scaling)
         self.layers = nn.ModuleList(_layer(config, rotary) for _ in range(config.layers))
         self.norm = nn.RMSNorm(config.d_model, config.eps)
         self.head = nn.Linear(config.d_model, config.vocab, bias=False) if config.head == "own" else None
@@ -157,7 +157,7 @@ class Llama(CausalModel):
         if self.config.head is None:
             raise ValueError("head: this model has none; its checkpoint, or Config(head='own'), must bring it")
         self._check(hidden)
-        return linear(hidden, self.words.weight) if self.head is None else mapped(self.head, hidden)
+        return linear(hidden, self.words.weight) if self.head is None else apply_linear(self.head, hidden)
 
     @classmethod
     def from_pretrained(cls, path_or_package: str | Path, *, dtype: torch.dtype | None = torch.float32) -> Llama:
@@ -241,7 +241,7 @@ def _today(stored: weights.Weights, tied: bool) -> list[tuple[str, weights.Store
 
 
 def _turns(fields: files.Fields) -> dict[str, Any]:
-    """`rope_base` and `stretch` of a config.json: of `rope_parameters`, or of older files' `rope_theta` and `rope_scaling`."""
+    """`rope_base` and `scaling` of a config.json: of `rope_parameters`, or of older files' `rope_theta` and `rope_scaling`."""
     said: dict[str, Any] = {}
     for name in ("rope_parameters", "rope_scaling"):
         given = fields.values.get(name)
@@ -264,28 +264,28 @@ def _turns(fields: files.Fields) -> dict[str, Any]:
 
     base = number("rope_theta", fields.values.get("rope_theta", 10_000.0))
     if kind == "default":
-        return {"rope_base": base, "stretch": None}
+        return {"rope_base": base, "scaling": None}
     if kind == "linear":
-        return {"rope_base": base, "stretch": Stretch(number("factor"))}
+        return {"rope_base": base, "scaling": RopeScaling(number("factor"))}
     trained = number("original_max_position_embeddings", fields.values.get("max_position_embeddings"))
     low, high = number("low_freq_factor"), number("high_freq_factor")
     if not low < high:
         raise ValueError(f"{fields.path}: low_freq_factor is {low}, high_freq_factor {high}; it must be less")
-    return {"rope_base": base, "stretch": Stretch(number("factor"), int(trained), low, high)}
+    return {"rope_base": base, "scaling": RopeScaling(number("factor"), int(trained), low, high)}
 
 
 def _named_turns(config: Config) -> dict[str, Any]:
     """The same, as config.json says it."""
-    stretch = config.stretch
-    if stretch is None:
+    scaling = config.scaling
+    if scaling is None:
         return {"rope_type": "default", "rope_theta": config.rope_base}
-    if stretch.trained is None:
-        return {"rope_type": "linear", "rope_theta": config.rope_base, "factor": stretch.factor}
+    if scaling.original_length is None:
+        return {"rope_type": "linear", "rope_theta": config.rope_base, "factor": scaling.factor}
     return {
         "rope_type": "llama3",
         "rope_theta": config.rope_base,
-        "factor": stretch.factor,
-        "original_max_position_embeddings": stretch.trained,
-        "low_freq_factor": stretch.low,
-        "high_freq_factor": stretch.high,
+        "factor": scaling.factor,
+        "original_max_position_embeddings": scaling.original_length,
+        "low_freq_factor": scaling.low,
+        "high_freq_factor": scaling.high,
     }

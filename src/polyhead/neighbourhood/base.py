@@ -10,7 +10,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from polyhead._checks import check_tensor, kind_of
-from polyhead._torch import numbers_hidden, register
+from polyhead._torch import values_unavailable, register
 
 if TYPE_CHECKING:
     from polyhead.neighbourhood.grid import Lattice
@@ -191,7 +191,7 @@ class Mask(Neighbourhood):
                 "them as bias=...; for an additive mask, 0 where attention may go, pass keep = mask == 0"
             )
         if keep.dtype != torch.bool:
-            if not numbers_hidden(keep) and not bool(((keep == 0) | (keep == 1)).all()):
+            if not values_unavailable(keep) and not bool(((keep == 0) | (keep == 1)).all()):
                 raise ValueError(
                     f"Mask: keep is {keep.dtype} with values other than 0 and 1; 1 (True) = may attend. "
                     + ("Edges go to Graph(edge_index)" if keep.shape[:1] == (2,) else "Lengths go to Padding(lengths)")

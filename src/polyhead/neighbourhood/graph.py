@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from polyhead._checks import LARGEST, WrongType, as_tensor, check_integer, shown
-from polyhead._torch import numbers_hidden, widened
+from polyhead._torch import values_unavailable, widened
 from polyhead.neighbourhood.base import Neighbourhood, Sizes, neighbourhood, parts
 from polyhead.neighbourhood.csr import Order, check_form, check_ids, order
 
@@ -54,7 +54,7 @@ class Graph(Neighbourhood):
         given, ids, size = Order(*state["order"]), state["edge_ids"], (state["sources"], state["destinations"])
         check_form(given, *size)
         (self.sources, self.destinations), self.order = size, given
-        if numbers_hidden(given.edge):
+        if values_unavailable(given.edge):
             return super()._restore(state)
         check_ids(given, *size)
         # sorted anew, into arrays that nobody else holds
@@ -215,7 +215,7 @@ class Graph(Neighbourhood):
         like = self.weights if self.weights is not None else torch.ones(self.num_edges, device=source.device)
         wide = widened(like)
         degree = wide.new_zeros(self.sources).index_add(0, destination, wide)
-        if not numbers_hidden(degree) and bool((degree < 0).any()):
+        if not values_unavailable(degree) and bool((degree < 0).any()):
             raise ValueError("normalised: some nodes have a negative degree, of which there is no root")
         # a node of degree zero has no share in anything, and passes no gradient on
         none = degree == 0
@@ -272,7 +272,7 @@ def checked(edge_index: object) -> Integer[Tensor, "2 edges"]:
 
 def _sizes(num_nodes: object, edge_index: Tensor) -> tuple[int, int]:
     if num_nodes is None:
-        if numbers_hidden(edge_index):
+        if values_unavailable(edge_index):
             raise ValueError(
                 "num_nodes: inside torch.compile and torch.func, and for tensors without values, it must be given"
             )
@@ -304,7 +304,7 @@ def _weights(weights: Tensor, edges: int) -> Float[Tensor, " edges"]:
             f"weights: {weights.dtype} of shape {tuple(weights.shape)}; they must be floating-point numbers (edges,), and "
             f"there are {edges} edges"
         )
-    if not numbers_hidden(weights) and bool(weights.isnan().any()):
+    if not values_unavailable(weights) and bool(weights.isnan().any()):
         raise ValueError(f"weights: {int(weights.isnan().sum())} of them are NaN; every edge needs a number")
     return weights
 

@@ -12,7 +12,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from polyhead._checks import LARGEST, as_tensor, check_integer, check_integers, kind_of, shown
-from polyhead._torch import numbers_hidden
+from polyhead._torch import values_unavailable
 from polyhead.neighbourhood.base import Interval, Neighbourhood, Sizes
 
 # So many items too many are taken for tokens that stand nowhere.
@@ -169,12 +169,12 @@ class Grid(_OnLattice):
         return tuple(most if n is None else min(n // 2, most) for n, most in far)
 
     @property
-    def told_apart(self) -> bool:
+    def offset_is_unique(self) -> bool:
         """Whether the difference of two items' numbers tells their difference along each axis, within the window."""
         wide = zip(self.sizes[1:], self.reach[1:], self.dilation[1:], strict=True)
         return not self.grid.sparse and not self.prefix and all(2 * reach * step < n for n, reach, step in wide)
 
-    def apart(self, distance: Int[Tensor, "*any"]) -> Int[Tensor, "*any axes"]:
+    def offset_of(self, distance: Int[Tensor, "*any"]) -> Int[Tensor, "*any axes"]:
         """The difference along each axis, from that of two items' numbers, where these are told apart."""
         axes = []
         for size in reversed(self.sizes[1:]):
@@ -308,7 +308,7 @@ class Offsets(_OnLattice):
             raise ValueError(
                 f"Offsets: index must be int64 (heads, {queries}, several), got {index.dtype} of shape {tuple(index.shape)}"
             )
-        if numbers_hidden(index):
+        if values_unavailable(index):
             return index
         low, high = (int(end) for end in index.aminmax())
         if low < -1 or high > last:
@@ -350,7 +350,7 @@ def _offsets(offsets: Any, axes: int) -> Int[Tensor, "heads *several axes"]:
     if not numbers or given.dim() not in (2, 3) or given.shape[-1] != axes or not given.numel():
         raise ValueError(f"Offsets: offsets must be a tensor {what}, got {kind_of(given)}")
     given = given.long()
-    hidden = numbers_hidden() or type(given) is not Tensor or given.is_meta
+    hidden = values_unavailable() or type(given) is not Tensor or given.is_meta
     if not hidden and bool((given.clamp(-LARGEST, LARGEST) != given).any()):
         raise ValueError(
             f"Offsets: offsets must be in [{-LARGEST}, {LARGEST}], got {int(given.min())} to {int(given.max())}"

@@ -10,7 +10,7 @@ from jaxtyping import Bool, Int, Integer
 from torch import Tensor
 
 from polyhead._checks import LARGEST, LARGEST_INT64, as_tensor, check_integer, kind_of
-from polyhead._torch import numbers_hidden
+from polyhead._torch import values_unavailable
 from polyhead.neighbourhood.base import Interval, Neighbourhood, Sizes, check_batch, hull
 
 
@@ -91,11 +91,11 @@ class Padding(Neighbourhood):
         if given.dtype == torch.bool:
             self.keys = given.shape[-1]
             self.first, self.stop = hull(given)
-            if numbers_hidden(given) or not torch.equal(given.sum(-1), self.stop - self.first):
+            if values_unavailable(given) or not torch.equal(given.sum(-1), self.stop - self.first):
                 self.keep = given
         else:
             given = given.long()
-            if not numbers_hidden(given) and bool((given < 0).any()):
+            if not values_unavailable(given) and bool((given < 0).any()):
                 raise ValueError(f"Padding: a length is {int(given.min())}; lengths must be 0 or more")
             self.first, self.stop = torch.zeros_like(given), given
         self.exact = self.keep is None
@@ -110,7 +110,7 @@ class Padding(Neighbourhood):
             # of a bool tensor whose real keys are one stretch, only the ends were kept
             lost = (first < 0) | (first > stop) | (stop > keys)
             form = first.dtype == stop.dtype == torch.long and first.shape == stop.shape and type(keys) is int
-            if not form or (not numbers_hidden(lost) and bool(lost.any())):
+            if not form or (not values_unavailable(lost) and bool(lost.any())):
                 raise ValueError(f"Padding: first and stop must lie from 0 to {keys!r} keys, got {first} and {stop}")
             self.first, self.keys = first, keys
 
@@ -123,7 +123,7 @@ class Padding(Neighbourhood):
         check_batch("Padding", tuple(self.stop.shape), sizes)
         if self.keys is not None and self.keys != sizes.keys:
             raise ValueError(f"Padding: keep covers {self.keys} keys, but there are {sizes.keys}")
-        if self.keys is None and not numbers_hidden(self.stop) and self.stop.numel():
+        if self.keys is None and not values_unavailable(self.stop) and self.stop.numel():
             longest = int(self.stop.max())
             if longest > sizes.keys:
                 raise ValueError(f"Padding: a length is {longest}, but there are only {sizes.keys} keys")
@@ -184,7 +184,7 @@ class Segments(Neighbourhood):
     ) -> None:
         self.ids = _ids("ids", ids)
         self.query_ids = None if query_ids is None else _ids("query_ids", query_ids)
-        self.exact = not numbers_hidden(self.ids) and _contiguous(self.ids)
+        self.exact = not values_unavailable(self.ids) and _contiguous(self.ids)
         self.along_keys = query_ids is None
 
     def _restore(self, state: dict[str, Any]) -> None:

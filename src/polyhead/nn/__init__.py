@@ -1,7 +1,7 @@
 """Layers."""
 
 from polyhead.nn.attention import MultiHeadAttention
-from polyhead.nn.cache import KeyValueCache, Memory
+from polyhead.nn.cache import KeyValueCache, KeyValues
 from polyhead.nn.conv.convert import Certificate, ConvolutionalAttention, from_conv, to_conv
 from polyhead.nn.transformer import FeedForward, Transformer, TransformerLayer
 
@@ -10,7 +10,7 @@ __all__ = [
     "ConvolutionalAttention",
     "FeedForward",
     "KeyValueCache",
-    "Memory",
+    "KeyValues",
     "MultiHeadAttention",
     "Transformer",
     "TransformerLayer",

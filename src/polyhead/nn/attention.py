@@ -28,10 +28,10 @@ from polyhead.kernels.call import Call
 from polyhead.manifold import Manifold, Stiefel
 from polyhead.neighbourhood import Dense, Neighbourhood, neighbourhood
 from polyhead.nn import manifolds, surgery
-from polyhead.nn.cache import KeyValueCache, Memory
-from polyhead.nn.checks import CALL_WORDS, CONSTRUCTOR_WORDS, check_like, check_shares, check_sizes, untranslated
-from polyhead.nn.inputs import dropped, live_rows, project, thinned
-from polyhead.nn.unpad import Live
+from polyhead.nn.cache import KeyValueCache, KeyValues
+from polyhead.nn.checks import CALL_ARGUMENTS, CONSTRUCTOR_WORDS, check_like, check_shares, check_sizes, foreign_argument_error
+from polyhead.nn.inputs import dropout_per_head, live_rows, project, dropout
+from polyhead.nn.unpad import Unpadding
 from polyhead.position import Position
 from polyhead.score import GAT, Dot, GATv2, Score
 
@@ -89,7 +89,7 @@ class MultiHeadAttention(nn.Module):
         position: Position | None = None,
         sink: float | Literal["learned"] | None = None,
         combine: Combine = "project",
-        manifold: manifolds.Choice | Mapping[str, manifolds.Choice] = "euclidean",
+        manifold: manifolds.Sampler | Mapping[str, manifolds.Sampler] = "euclidean",
         qk_norm: bool = False,
         residual: bool = False,
         bias: bool = True,
@@ -100,7 +100,7 @@ class MultiHeadAttention(nn.Module):
     ) -> None:
         super().__init__()
         if torch_words:
-            raise untranslated(torch_words, CONSTRUCTOR_WORDS)
+            raise foreign_argument_error(torch_words, CONSTRUCTOR_WORDS)
         d_model, num_heads = check_integer("d_model", d_model), check_integer("num_heads", num_heads, 1, HEADS)
         kv_heads, head_dim, value_dim, d_key, d_value, d_out = check_sizes(
             kv_heads=kv_heads, head_dim=head_dim, value_dim=value_dim, d_key=d_key, d_value=d_value, d_out=d_out
@@ -174,7 +174,7 @@ class MultiHeadAttention(nn.Module):
     def forward(
         self,
         query: Float[Tensor, "... queries d_model"],
-        key: Float[Tensor, "... keys d_key"] | Memory | None = None,
+        key: Float[Tensor, "... keys d_key"] | KeyValues | None = None,
         value: Float[Tensor, "... keys d_value"] | None = None,
         over: Neighbourhood | Tensor | None = None,
         *,
@@ -186,7 +186,7 @@ class MultiHeadAttention(nn.Module):
 
         Args:
             query: who attends. With nothing else, everything attends to itself.
-            key, value: what is attended to; `value` is `key` unless given, and `key` is `query`. What `remember` has kept of
+            key, value: what is attended to; `value` is `key` unless given, and `key` is `query`. What `project_kv` has kept of
                 them may stand in place of `key`.
             over: who may attend to whom; a bool tensor is a mask, True = may attend.
             bias: numbers added to the scores.
@@ -198,7 +198,7 @@ class MultiHeadAttention(nn.Module):
         if is_symbolic(query):
             return record_call(self, query, key, value, over, bias=bias, cache=cache, **torch_words)
         if torch_words:
-            raise untranslated(torch_words, CALL_WORDS)
+            raise foreign_argument_error(torch_words, CALL_ARGUMENTS)
         if cache is not None and not isinstance(cache, KeyValueCache):
             raise ValueError(f"cache: it is {type(cache).__name__}; it must be one made by mha.cache(batch, length)")
         if cache is not None and key is not None and key is not query:
@@ -220,7 +220,7 @@ class MultiHeadAttention(nn.Module):
             # (..., queries, heads · value_dim)
             output = out.transpose(-3, -2).flatten(-2)
         if o_proj is not None:
-            output = project(o_proj, output) if live is None else live.spread(o_proj(live.gather(output)))
+            output = project(o_proj, output) if live is None else live.pad(o_proj(live.unpad(output)))
         elif self.o_bias is not None:
             output = output + self.o_bias
         if self.residual:
@@ -234,7 +234,7 @@ class MultiHeadAttention(nn.Module):
     def explain(
         self,
         query: Float[Tensor, "... queries d_model"],
-        key: Float[Tensor, "... keys d_key"] | Memory | None = None,
+        key: Float[Tensor, "... keys d_key"] | KeyValues | None = None,
         value: Float[Tensor, "... keys d_value"] | None = None,
         over: Neighbourhood | Tensor | None = None,
         *,
@@ -244,15 +244,15 @@ class MultiHeadAttention(nn.Module):
         return explained(self._call(query, key, value, over, bias, None, seed=torch.tensor(0))[0])
 
     def _call(
-        self, query: Tensor, key: Tensor | Memory | None, value: Tensor | None, over: Neighbourhood | Tensor | None,
+        self, query: Tensor, key: Tensor | KeyValues | None, value: Tensor | None, over: Neighbourhood | Tensor | None,
         bias: Tensor | None, cache: KeyValueCache | None, seed: Tensor | None = None,
-    ) -> tuple[Call, Live | None]:  # fmt: skip
-        """Project, place and remember: everything before the attention."""
+    ) -> tuple[Call, Unpadding | None]:  # fmt: skip
+        """Project, position and cache: everything before the attention."""
         to_itself = key is None or key is query
         over, live = neighbourhood(over), None
         if type(over) is not Dense:
             over = over.within(to_itself)
-        if isinstance(key, Memory):
+        if isinstance(key, KeyValues):
             q, k, v = self._to_memory(query, key, value)
             queries, _ = self._points(over, q, k)
         else:
@@ -284,10 +284,10 @@ class MultiHeadAttention(nn.Module):
             raise
         return call, live
 
-    def remember(
+    def project_kv(
         self, key: Float[Tensor, "... keys d_key"], value: Float[Tensor, "... keys d_value"] | None = None
-    ) -> Memory:
-        """The keys and values of what is attended to again and again: `mha(x, mha.remember(y))` is `mha(x, y)`."""
+    ) -> KeyValues:
+        """The keys and values of what is attended to again and again: `mha(x, mha.project_kv(y))` is `mha(x, y)`."""
         value = key if value is None else value
         for name, x in (("key", key), ("value", value)):
             check_tensor(name, x, "(..., keys, features)")
@@ -303,16 +303,16 @@ class MultiHeadAttention(nn.Module):
             )
         if self.position is not None and self.position.axes is not None:
             raise ValueError(
-                f"remember: {type(self.position).__name__} is for a grid, whose points only a call knows; call the layer"
+                f"project_kv: {type(self.position).__name__} is for a grid, whose points only a call knows; call the layer"
             )
         try:
             projected = self._keys_values(*self._inputs(key, value))
         except RuntimeError:
             check_like(self, key=key, value=value)
             raise
-        return Memory(*self._placed(*projected, 0, None))
+        return KeyValues(*self._placed(*projected, 0, None))
 
-    def _to_memory(self, query: Tensor, memory: Memory, value: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    def _to_memory(self, query: Tensor, memory: KeyValues, value: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         if value is not None:
             raise ValueError("value: the key is a memory, which holds the values too; value must be left out")
         check_tensor("query", query, f"(..., items, {self.d_model})")
@@ -324,7 +324,7 @@ class MultiHeadAttention(nn.Module):
         if (tuple(k.shape), tuple(v.shape)) != wanted:
             raise ValueError(
                 f"key: this memory has keys {tuple(k.shape)} and values {tuple(v.shape)}; it must be one that this layer's "
-                f"remember made, of the query's batch {batch}"
+                f"project_kv made, of the query's batch {batch}"
             )
         (x,) = self._inputs(query)
         try:
@@ -335,7 +335,7 @@ class MultiHeadAttention(nn.Module):
         if not (q.dtype == k.dtype == v.dtype and q.device == k.device == v.device):
             raise ValueError(
                 f"key: this memory is {k.dtype} and {v.dtype} on {k.device}, but queries are {q.dtype} on {q.device}; "
-                "remember again after .to(), and under the same autocast"
+                "project_kv again after .to(), and under the same autocast"
             )
         return q, k, v
 
@@ -355,20 +355,20 @@ class MultiHeadAttention(nn.Module):
         return k, v if v.dtype == k.dtype else v.to(k.dtype)
 
     def _projected(
-        self, query: Tensor, key: Tensor, value: Tensor, live: Live | None
+        self, query: Tensor, key: Tensor, value: Tensor, live: Unpadding | None
     ) -> tuple[Float[Tensor, "... heads items dim"], ...]:
         """q, k and v, split into heads; one and the same tensor where they share a projection and an input."""
-        mapped: Callable[[nn.Module, Any], Tensor] = project
+        apply_linear: Callable[[nn.Module, Any], Tensor] = project
         if live is None:
             x, y, z = self._inputs(query, key, value)
         else:
-            x = y = z = live.gather(query)
-            mapped = lambda linear, rows: live.spread(linear(rows))
-        k, v = self._keys_values(y, z, mapped)
+            x = y = z = live.unpad(query)
+            apply_linear = lambda linear, rows: live.pad(linear(rows))
+        k, v = self._keys_values(y, z, apply_linear)
         if self.q_proj is not None:
-            q = _split(mapped(self.q_proj, x), self.num_heads)
+            q = _split(apply_linear(self.q_proj, x), self.num_heads)
         else:
-            q = k if query is key else _split(mapped(self.k_proj, x), self.num_heads)
+            q = k if query is key else _split(apply_linear(self.k_proj, x), self.num_heads)
         return q, k, v
 
     def _inputs(self, *given: Tensor) -> list[Any]:
@@ -378,15 +378,15 @@ class MultiHeadAttention(nn.Module):
         thin: dict[int, list[Any]] = {}
         for x in given:
             if id(x) not in thin:
-                thin[id(x)] = dropped(x, self.num_heads, self.input_dropout)
+                thin[id(x)] = dropout_per_head(x, self.num_heads, self.input_dropout)
         return [thin[id(x)] for x in given]
 
     def _keys_values(
-        self, key: Any, value: Any, mapped: Callable[[nn.Module, Any], Tensor] = project
+        self, key: Any, value: Any, apply_linear: Callable[[nn.Module, Any], Tensor] = project
     ) -> tuple[Float[Tensor, "... heads keys dim"], Float[Tensor, "... heads keys value_dim"]]:
-        k = _split(mapped(self.k_proj, key), self.kv_heads)
-        v = k if self.v_proj is None else _split(mapped(self.v_proj, value), self.value_heads)
-        return k, thinned(v, self.value_dropout) if self.value_dropout and self.training else v
+        k = _split(apply_linear(self.k_proj, key), self.kv_heads)
+        v = k if self.v_proj is None else _split(apply_linear(self.v_proj, value), self.value_heads)
+        return k, dropout(v, self.value_dropout) if self.value_dropout and self.training else v
 
     def cache(
         self, batch: int | tuple[int, ...] | None, length: int, *, dtype: torch.dtype | None = None
@@ -465,7 +465,7 @@ class MultiHeadAttention(nn.Module):
         return self._manifold
 
     @manifold.setter
-    def manifold(self, manifold: manifolds.Choice | Mapping[str, manifolds.Choice]) -> None:
+    def manifold(self, manifold: manifolds.Sampler | Mapping[str, manifolds.Sampler]) -> None:
         self._manifold = manifolds.placed(manifold, self)
 
     @property
@@ -480,12 +480,12 @@ class MultiHeadAttention(nn.Module):
         """
         surgery.prune(self, heads)
 
-    def merged(self) -> MultiHeadAttention:
+    def fold_value_projection(self) -> MultiHeadAttention:
         """The same function without W_V: attention is linear in its values, so W_V is folded into W_O.
 
         Every head sums the inputs themselves. Fewer maps, but wider heads: for understanding, not for speed.
         """
-        return surgery.merged(self)
+        return surgery.fold_value_projection(self)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         surgery.before_loading(self, state_dict, prefix)

@@ -12,14 +12,14 @@ from torch import Tensor
 from polyhead._checks import check_integer, check_tensor
 
 
-class Memory(NamedTuple):
-    """Projected keys and values of what a sequence attends to, made once by `MultiHeadAttention.remember`."""
+class KeyValues(NamedTuple):
+    """Projected keys and values of what a sequence attends to, made once by `MultiHeadAttention.project_kv`."""
 
     k: Float[Tensor, "... heads keys dim"]
     v: Float[Tensor, "... heads keys value_dim"]
 
     def __repr__(self) -> str:
-        return f"Memory(keys {tuple(self.k.shape)}, values {tuple(self.v.shape)})"
+        return f"KeyValues(keys {tuple(self.k.shape)}, values {tuple(self.v.shape)})"
 
 
 class KeyValueCache:

@@ -19,7 +19,7 @@ CONSTRUCTOR_WORDS = {
     "device": "with torch.device(device): around the constructor, or .to(device)",
     "dtype": ".to(dtype)",
 }
-CALL_WORDS = {
+CALL_ARGUMENTS = {
     "key_padding_mask": "over=Padding(~key_padding_mask), True = a real key (padded queries get zero; queries=False lets them attend)",
     "attn_mask": "over=~attn_mask for a bool mask (here True = may attend), bias=attn_mask for numbers to add",
     "is_causal": "over=Causal()",
@@ -65,7 +65,7 @@ def check_like(layer: nn.Module, **inputs: Tensor) -> None:
             )
 
 
-def untranslated(words: dict[str, Any], known: dict[str, str]) -> Exception:
+def foreign_argument_error(words: dict[str, Any], known: dict[str, str]) -> Exception:
     """The error for words of other layers, with what each becomes here."""
     unknown = [word for word in words if word not in known]
     if unknown:

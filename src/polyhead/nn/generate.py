@@ -21,7 +21,7 @@ from polyhead._checks import (
 )
 
 
-class Choice(NamedTuple):
+class Sampler(NamedTuple):
     """How the next token is chosen: the likeliest at temperature 0, else drawn, from the likeliest `top_k` or `top_p`."""
 
     temperature: float = 0.0
@@ -41,7 +41,7 @@ class Choice(NamedTuple):
         if self.generator is not None and not isinstance(self.generator, torch.Generator):
             raise WrongType(f"generator must be a torch.Generator or None, got {kind_of(self.generator)}")
 
-    def of(self, logits: Float[Tensor, "batch vocab"]) -> Int[Tensor, " batch"]:
+    def sample(self, logits: Float[Tensor, "batch vocab"]) -> Int[Tensor, " batch"]:
         """One token a row."""
         # less would be zero in fp32
         if self.temperature < torch.finfo(torch.float32).tiny:
@@ -70,7 +70,7 @@ def check_evaluation(model: nn.Module) -> None:
 
 
 def check_request(
-    prompt: Int[Tensor, "batch tokens"], max_new_tokens: int, stop: int | Sequence[int] | None, choice: Choice, *, vocab: int,
+    prompt: Int[Tensor, "batch tokens"], max_new_tokens: int, stop: int | Sequence[int] | None, sampler: Sampler, *, vocab: int,
     room: int | None = None,
 ) -> Int[Tensor, " stops"] | None:  # fmt: skip
     """The tokens that end a text; a `ValueError` where it cannot be written as asked for.
@@ -96,7 +96,7 @@ def check_request(
             f"max_new_tokens: it is {max_new_tokens}, after a prompt of {tokens} tokens; the model has positions for {room}, "
             f"so it must be at most {room - tokens}"
         )
-    choice.check()
+    sampler.check()
     if stop is None:
         return None
     one, last = is_integer(stop), vocab - 1
@@ -104,12 +104,12 @@ def check_request(
     return torch.tensor(stops, dtype=torch.long, device=prompt.device)
 
 
-def continued(
+def generate_tokens(
     step: Callable[[Int[Tensor, "batch tokens"]], Float[Tensor, "batch vocab"]],
     prompt: Int[Tensor, "batch tokens"],
     max_new_tokens: int,
     stops: Int[Tensor, " stops"] | None,
-    choice: Choice,
+    sampler: Sampler,
 ) -> Int[Tensor, "batch new"]:
     """The tokens that follow a prompt: at most `max_new_tokens`, fewer where every row has come to a stop.
 
@@ -120,7 +120,7 @@ def continued(
     written: list[Tensor] = []
     fed, ended = prompt, None
     for _ in range(max_new_tokens):
-        new = choice.of(step(fed))
+        new = sampler.sample(step(fed))
         if stops is not None:
             if ended is not None:
                 new = torch.where(ended, written[-1], new)

@@ -11,12 +11,12 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from polyhead._torch import numbers_hidden, without_autocast
-from polyhead.linalg.skinny_gemm import mapped
+from polyhead._torch import values_unavailable, without_autocast
+from polyhead.linalg.skinny_gemm import apply_linear
 from polyhead.neighbourhood import Dense, Neighbourhood, Sizes, neighbourhood
 from polyhead.neighbourhood.csr import starts
 from polyhead.neighbourhood.graph import check_sparse
-from polyhead.nn.unpad import Live
+from polyhead.nn.unpad import Unpadding
 
 # Leaving rows out costs copies: it pays where the share left out, times the features that each row is mapped by, is more
 # than this; and not where there are few numbers at all.
@@ -24,17 +24,17 @@ _COPIES = 32
 _SMALL = 1 << 17
 
 
-def live_rows(over: Neighbourhood | Tensor | None, x: Float[Tensor, "... items features"], heads: int) -> Live | None:
+def live_rows(over: Neighbourhood | Tensor | None, x: Float[Tensor, "... items features"], heads: int) -> Unpadding | None:
     """Which rows of a padded batch that attends to itself need be mapped at all; None for all."""
     over = neighbourhood(over)
-    if type(over) is Dense or numbers_hidden(x, *over.leaves()) or x.numel() < _SMALL:
+    if type(over) is Dense or values_unavailable(x, *over.leaves()) or x.numel() < _SMALL:
         return None
     over = over.within(True)
     over.check(Sizes(tuple(x.shape[:-2]), heads, x.shape[-2], x.shape[-2]))
     real = over.real_queries(x.shape[:-1])
     if real is None or not real.numel() or (1 - real.float().mean()) * x.shape[-1] < _COPIES:
         return None
-    return Live(real)
+    return Unpadding(real)
 
 
 def project(
@@ -47,22 +47,22 @@ def project(
         biases = [None] * len(x) if linear.bias is None else linear.bias.chunk(len(x))
         return torch.cat([_linear(one, w, b) for one, w, b in zip(x, maps, biases, strict=True)], -1)
     if x.layout == torch.strided:
-        return mapped(linear, x)
+        return apply_linear(linear, x)
     if not isinstance(linear, nn.Linear):
         raise ValueError(f"sparse inputs: the projection is {type(linear).__name__}; it must be a plain nn.Linear")
     return _linear(_sparse(x), linear.weight, linear.bias)
 
 
-def dropped(x: Float[Tensor, "... items features"], heads: int, share: float) -> list[Any]:
+def dropout_per_head(x: Float[Tensor, "... items features"], heads: int, share: float) -> list[Any]:
     """One copy of the input a head, with numbers of its own set to zero and the rest scaled up."""
     if x.layout == torch.strided:
-        return [thinned(x, share) for _ in range(heads)]
+        return [dropout(x, share) for _ in range(heads)]
     # what is zero already need not be dropped
     known = _sparse(x)
-    return [known._replace(values=thinned(known.values, share)) for _ in range(heads)]
+    return [known._replace(values=dropout(known.values, share)) for _ in range(heads)]
 
 
-def thinned(x: Float[Tensor, "*any"], share: float) -> Float[Tensor, "*any"]:
+def dropout(x: Float[Tensor, "*any"], share: float) -> Float[Tensor, "*any"]:
     """Dropout, from 16 random bits a number: a fraction of what a whole random number costs.
 
     The share is one of 65,536 steps; the rest is scaled by what it really is.

@@ -10,15 +10,15 @@ import torch
 from torch import nn
 
 from polyhead.manifold import Euclidean, Manifold, Stiefel
-from polyhead.nn.surgery import WithOne
+from polyhead.nn.surgery import AppendOne
 
 if TYPE_CHECKING:
     from polyhead.nn.attention import MultiHeadAttention
 
-Choice = Literal["euclidean", "stiefel"] | Euclidean | Stiefel
+Sampler = Literal["euclidean", "stiefel"] | Euclidean | Stiefel
 
 
-def placed(manifold: Choice | Mapping[str, Choice], layer: MultiHeadAttention) -> dict[str, Stiefel]:
+def placed(manifold: Sampler | Mapping[str, Sampler], layer: MultiHeadAttention) -> dict[str, Stiefel]:
     """The manifold of each of q, k and v that has one."""
     own = [letter for letter in "qkv" if getattr(layer, f"{letter}_proj") is not None]
     chosen = dict(manifold) if isinstance(manifold, Mapping) else dict.fromkeys(own, manifold)
@@ -45,7 +45,7 @@ def manifolds(layer: MultiHeadAttention) -> dict[str, Manifold]:
         projection = getattr(layer, f"{letter}_proj")
         if isinstance(projection, nn.Linear) and isinstance(projection._parameters.get("weight"), nn.Parameter):
             found[f"{letter}_proj.weight"] = dataclasses.replace(on, heads=heads[letter])
-        elif not isinstance(projection, (nn.Identity, WithOne)):
+        elif not isinstance(projection, (nn.Identity, AppendOne)):
             raise ValueError(
                 f"{letter}_proj: it is {type(projection).__name__}, without a weight of its own to keep on {on!r}; it must be an "
                 f"nn.Linear, or free: del layer.manifold[{letter!r}]"

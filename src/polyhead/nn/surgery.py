@@ -72,7 +72,7 @@ def _numbers(numbers: list[int]) -> Int[Tensor, " numbers"]:
 def _check_plain(layer: MultiHeadAttention, name: str) -> None:
     """Only a plain linear map can be cut; in a merged layer every head shares the values, and nothing is."""
     module = getattr(layer, name)
-    if module is not None and type(module) not in (nn.Linear, nn.Identity, WithOne, Nothing):
+    if module is not None and type(module) not in (nn.Linear, nn.Identity, AppendOne, ZeroMap):
         raise ValueError(f"{name}: it is {type(module).__name__}; it must be a plain nn.Linear to be cut or folded")
 
 
@@ -99,7 +99,7 @@ def _like(old: Tensor, new: Tensor) -> Tensor:
     return nn.Parameter(new, requires_grad=old.requires_grad) if isinstance(old, nn.Parameter) else new
 
 
-def _keep_rows(linear: nn.Linear | Nothing, rows: Int[Tensor, " rows"]) -> None:
+def _keep_rows(linear: nn.Linear | ZeroMap, rows: Int[Tensor, " rows"]) -> None:
     if isinstance(linear, nn.Linear):
         linear.weight = _kept(linear.weight, rows)
         if linear.bias is not None:
@@ -131,7 +131,7 @@ def before_loading(layer: MultiHeadAttention, state_dict: dict[str, Any], prefix
         layer.gate = torch.ones_like(gate, device=next((p.device for p in layer.parameters()), gate.device))
 
 
-class Nothing(nn.Module):
+class ZeroMap(nn.Module):
     """Maps everything to zero, without weights: the queries and keys of heads that have nothing to score."""
 
     def __init__(self, out_features: int) -> None:
@@ -145,7 +145,7 @@ class Nothing(nn.Module):
         return str(self.out_features)
 
 
-class WithOne(nn.Module):
+class AppendOne(nn.Module):
     """x with one more feature, of value 1: what a folded bias is multiplied with."""
 
     def __init__(self, features: int) -> None:
@@ -159,7 +159,7 @@ class WithOne(nn.Module):
         return str(self.features)
 
 
-def merged(layer: MultiHeadAttention) -> MultiHeadAttention:
+def fold_value_projection(layer: MultiHeadAttention) -> MultiHeadAttention:
     """A layer that equals this one and has no W_V."""
     if layer.o_proj is None:
         raise ValueError(f"merged(): combine={layer.combine!r} has no W_O to fold W_V into; it needs combine='project'")
@@ -167,7 +167,7 @@ def merged(layer: MultiHeadAttention) -> MultiHeadAttention:
         raise ValueError("merged(): input_dropout and value_dropout act around W_V, which would be gone")
     if layer.v_proj is None:
         raise ValueError(f"merged(): {type(layer.score).__name__} sums the keys themselves, and has no W_V")
-    if isinstance(layer.v_proj, (nn.Identity, WithOne)):
+    if isinstance(layer.v_proj, (nn.Identity, AppendOne)):
         raise ValueError("merged(): W_V is folded already")
     _check_plain(layer, "v_proj")
     _check_plain(layer, "o_proj")
@@ -180,7 +180,7 @@ def merged(layer: MultiHeadAttention) -> MultiHeadAttention:
     folded = torch.einsum("ohd,hdv->ohv", w_o.unflatten(1, (heads, dim)), by_head).flatten(1).detach()
     new = copy.deepcopy(layer)
     new.value_heads, new.value_dim = 1, maps.shape[1]
-    new.v_proj = nn.Identity() if b_v is None else WithOne(layer.d_value)
+    new.v_proj = nn.Identity() if b_v is None else AppendOne(layer.d_value)
     assert new.o_proj is not None
     new.o_proj.weight = nn.Parameter(folded, w_o.requires_grad or w_v.requires_grad)
     new.o_proj.in_features = folded.shape[1]

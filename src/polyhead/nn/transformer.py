@@ -11,14 +11,14 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from polyhead._checks import LAYERS, WrongType, check_integer, check_integers, check_numel, check_tensor, kind_of
-from polyhead._torch import is_symbolic, numbers_hidden, record_call, refuse_scripting
-from polyhead.linalg.skinny_gemm import linear, mapped
+from polyhead._torch import is_symbolic, values_unavailable, record_call, refuse_scripting
+from polyhead.linalg.skinny_gemm import linear, apply_linear
 from polyhead.neighbourhood import Causal, Neighbourhood, Padding
 from polyhead.nn.attention import MultiHeadAttention
-from polyhead.nn.cache import KeyValueCache, Memory, all_or_none
+from polyhead.nn.cache import KeyValueCache, KeyValues, all_or_none
 from polyhead.nn.checks import check_features, check_shares, check_sizes
-from polyhead.nn.generate import Choice, check_evaluation, check_request, continued
-from polyhead.nn.inputs import live_rows, thinned
+from polyhead.nn.generate import Sampler, check_evaluation, check_request, generate_tokens
+from polyhead.nn.inputs import live_rows, dropout
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
@@ -57,8 +57,8 @@ class FeedForward(nn.Module):
     def forward(self, x: Float[Tensor, "... d_model"]) -> Float[Tensor, "... d_model"]:
         act = ACTIVATIONS[self.activation]
         try:
-            up = mapped(self.up, x)
-            return mapped(self.down, act(up) if self.gate is None else act(mapped(self.gate, x)) * up)
+            up = apply_linear(self.up, x)
+            return apply_linear(self.down, act(up) if self.gate is None else act(apply_linear(self.gate, x)) * up)
         except (RuntimeError, TypeError, AttributeError):
             check_features("x", x, self.up.in_features, self)
             raise
@@ -126,7 +126,7 @@ class TransformerLayer(nn.Module):
     def forward(
         self,
         x: Float[Tensor, "... items d_model"],
-        memory: Float[Tensor, "... keys d_key"] | Memory | None = None,
+        memory: Float[Tensor, "... keys d_key"] | KeyValues | None = None,
         over: Neighbourhood | Tensor | None = None,
         *,
         memory_over: Neighbourhood | Tensor | None = None,
@@ -136,7 +136,7 @@ class TransformerLayer(nn.Module):
 
         Args:
             x: the items.
-            memory: what `cross` attends to, or what `cross.remember` has kept of it.
+            memory: what `cross` attends to, or what `cross.project_kv` has kept of it.
             over: which items may attend to which. What stands in padded rows afterwards is of no meaning.
             memory_over: which items may attend to what of the memory.
             cache: keys and values of earlier items, made by `layer.self.cache(batch, length)`.
@@ -168,14 +168,14 @@ class TransformerLayer(nn.Module):
         live = live_rows(over, x, self.self.num_heads) if flat else None
         if live is None:
             return self._with(x, self.feedforward_norm, self.feedforward)
-        return live.spread(self._with(live.gather(x), self.feedforward_norm, self.feedforward))
+        return live.pad(self._with(live.unpad(x), self.feedforward_norm, self.feedforward))
 
     __prepare_scriptable__ = refuse_scripting
 
     def _with(self, x: Tensor, norm: nn.Module, part: Callable[[Tensor], Tensor]) -> Tensor:
         y = part(norm(x) if self.norm_first else x)
         if self.training and self.dropout:
-            y = thinned(y, self.dropout)
+            y = dropout(y, self.dropout)
         return x + y if self.norm_first else norm(x + y)
 
     def extra_repr(self) -> str:
@@ -296,7 +296,7 @@ class Transformer(nn.Module):
     def decode(
         self,
         target: Int[Tensor, "batch queries"],
-        memory: Float[Tensor, "batch keys d_model"] | Sequence[Memory],
+        memory: Float[Tensor, "batch keys d_model"] | Sequence[KeyValues],
         over: Padding | None = None,
         *,
         memory_over: Padding | None = None,
@@ -331,10 +331,10 @@ class Transformer(nn.Module):
 
     def begin(
         self, memory: Float[Tensor, "batch keys d_model"], length: int
-    ) -> tuple[list[Memory], list[KeyValueCache]]:
+    ) -> tuple[list[KeyValues], list[KeyValueCache]]:
         """What each layer of the decoder keeps while a target of so many tokens is written: to hand to `decode`."""
         layers = [layer for layer in self.decoder if isinstance(layer, TransformerLayer)]
-        kept = [layer.cross.remember(memory) for layer in layers if layer.cross is not None]
+        kept = [layer.cross.project_kv(memory) for layer in layers if layer.cross is not None]
         return kept, [layer.self.cache(len(memory), length) for layer in layers]
 
     def logits(self, hidden: Float[Tensor, "... d_model"]) -> Float[Tensor, "... vocab"]:
@@ -379,21 +379,21 @@ class Transformer(nn.Module):
                 f"source: its shape is {tuple(source.shape)}; it must be (batch, tokens), 1 or more of both"
             )
         check_ids("source", source, self.source_vocab)
-        choice = Choice(temperature, top_k, top_p, generator)
+        sampler = Sampler(temperature, top_k, top_p, generator)
         start = check_integer("start", start, 0, self.vocab - 1)
         first = source.new_tensor([[start]]).expand(len(source), 1)
-        stops = check_request(first, max_new_tokens, stop, choice, vocab=self.vocab)
+        stops = check_request(first, max_new_tokens, stop, sampler, vocab=self.vocab)
         memory, caches = self.begin(self.encode(source, source_over), max_new_tokens)
 
         def step(ids: Tensor) -> Tensor:
             return self.logits(self.decode(ids, memory, memory_over=source_over, caches=caches)[:, -1])
 
-        return continued(step, first, max_new_tokens, stops, choice)
+        return generate_tokens(step, first, max_new_tokens, stops, sampler)
 
     def _embedded(self, tokens: nn.Embedding, ids: Tensor, first: int) -> Tensor:
         where = sinusoids(first, first + ids.shape[-1], self.d_model, tokens.weight)
         x = tokens(ids) * math.sqrt(self.d_model) + where
-        return thinned(x, self.dropout) if self.training and self.dropout else x
+        return dropout(x, self.dropout) if self.training and self.dropout else x
 
 
 def _two(layers: object) -> list[int]:
@@ -426,7 +426,7 @@ def check_ids(name: str, ids: Tensor, count: int, whose: str = "the vocabulary's
         raise ValueError(f"{name} must be a tensor of ids (..., tokens), got shape ()")
     if ids.dtype not in (torch.int64, torch.int32):
         raise ValueError(f"{name}: they are {ids.dtype}; they must be torch.int64 or torch.int32")
-    if numbers_hidden(ids) or not ids.numel():
+    if values_unavailable(ids) or not ids.numel():
         return
     low, high = (int(bound) for bound in ids.aminmax())
     if low < 0 or high >= count:

@@ -9,7 +9,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 
-class Live:
+class Unpadding:
     """Which rows of (..., items) live. What is gathered ends in one row of zeros that stands for all the others.
 
     A linear map of that row is what the map makes of nothing (its bias), so that `spread(map(gather(x)))` equals the
@@ -24,18 +24,18 @@ class Live:
         place[self.rows] = torch.arange(len(self.rows), device=live.device)
         self.place: Int[Tensor, " items"] = place
 
-    def gather(self, x: Float[Tensor, "... items features"]) -> Float[Tensor, "live+1 features"]:
+    def unpad(self, x: Float[Tensor, "... items features"]) -> Float[Tensor, "live+1 features"]:
         gathered: Tensor = _Gather.apply(x, self)
         return gathered
 
-    def spread(self, y: Float[Tensor, "live+1 features"]) -> Float[Tensor, "... items features"]:
+    def pad(self, y: Float[Tensor, "live+1 features"]) -> Float[Tensor, "... items features"]:
         spread: Tensor = _Spread.apply(y, self)
         return spread
 
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, live: Live) -> Tensor:
+    def forward(ctx: Any, x: Tensor, live: Unpadding) -> Tensor:
         ctx.live = live
         rows = x.reshape(-1, x.shape[-1])
         return torch.cat((rows.index_select(0, live.rows), rows.new_zeros(1, rows.shape[-1])))
@@ -50,7 +50,7 @@ class _Gather(torch.autograd.Function):
 
 class _Spread(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, y: Tensor, live: Live) -> Tensor:
+    def forward(ctx: Any, y: Tensor, live: Unpadding) -> Tensor:
         ctx.live = live
         return y.index_select(0, live.place).reshape(*live.shape, -1)
 

@@ -77,7 +77,7 @@ def test_many_heads_in_one_batch(tokens, by, monkeypatch):
     ids = torch.tensor([3, 1, 4, 1, 5])
     embed = lambda ids: model(table[ids]).mean(-2)
     wanted = ablation.ablate(model, ablation.embedding_change(lambda: embed(ids[None])), by)
-    found = ablation.turned(model, embed, ids, by)
+    found = ablation.ablate_embedding(model, embed, ids, by)
     for name, values in wanted.without.items():
         assert_close(found.without[name], values, atol=1e-6, rtol=1e-4)
 

@@ -197,8 +197,8 @@ def test_what_is_wrong_is_said():
         ),
         (lambda: principal_angles(LAYERS["gat"]()), "of: it is 'v'; it must be a projection of this layer, 'k'"),
         (
-            lambda: principal_angles(layer.merged()),
-            "layer: its v_proj is WithOne; it must be an nn.Linear: W_V is folded",
+            lambda: principal_angles(layer.fold_value_projection()),
+            "layer: its v_proj is AppendOne; it must be an nn.Linear: W_V is folded",
         ),
         (lambda: principal_angles(layer, to=several), "to: its v_proj takes 11 features, but that of layer takes 17"),
         (lambda: principal_angles(empty), "layer: head 1 of its v_proj spans 5 dimensions; it must span 7"),

@@ -19,7 +19,7 @@ from polyhead.inspection.roles.find import Subject, find, induction
 from polyhead.inspection.roles.probes import Joined, Relation
 from polyhead.inspection.roles.roles import ROLES, Card, Found, interval
 from polyhead.inspection.roles.text import Text
-from polyhead.inspection.roles.text_evidence import here, positional
+from polyhead.inspection.roles.text_evidence import add_text_evidence, positional
 from polyhead.kernels.call import Call
 from polyhead.models.bert import Bert, Config
 
@@ -183,7 +183,7 @@ def test_one_word_for_all_names_no_pairs_of_grammar():
     heads = view(torch.stack((to_third, other)))
     text = Text.of_words([f"w{j}" for j in range(n)])
     known = Found.of_all([card("subject-verb", 0.9, 0.3, 0.8, head=h, direction="subject → verb") for h in (0, 1)])
-    seen = here(known, heads, text)
+    seen = add_text_evidence(known, heads, text)
     assert [c.role for c in seen.of_head(0, 0)] == ["one word for all", "subject-verb"]
     one, grammar = seen.of_head(0, 0)
     assert (one.score, one.cases, one.pair[1]) == (1.0, n - 1, "w2")
@@ -192,13 +192,13 @@ def test_one_word_for_all_names_no_pairs_of_grammar():
     assert seen.of_head(0, 1)[0].pair is None
     # where it is known who is whose subject, that pair is shown, and no other
     sentence = Sentence(text.words, {"nsubj": ((4, 11), (0, 7))})
-    assert here(known, heads, text, sentence=sentence).of_head(0, 1)[0].pair == (
+    assert add_text_evidence(known, heads, text, sentence=sentence).of_head(0, 1)[0].pair == (
         "w4",
         "w11",
         pytest.approx(1.0, abs=1e-5),
     )
     with pytest.raises(ValueError, match="sentence: its words are 'a'; they must be those of the text"):
-        here(known, heads, text, sentence=Sentence(("a",), {}))
+        add_text_evidence(known, heads, text, sentence=Sentence(("a",), {}))
 
 
 def test_word_pieces_and_long_texts():
@@ -221,7 +221,7 @@ def test_what_positional_does_not_take():
     layer = MultiHeadAttention(8, 2)
     with capture(layer, metrics=["entropy"]) as seen:
         layer(torch.randn(1, 5, 8))
-    with pytest.raises(ValueError, match="heads: there is a Kept; weights are needed: capture without metrics="):
+    with pytest.raises(ValueError, match="heads: there is a HeadMetrics; weights are needed: capture without metrics="):
         positional(seen)
     # cross-attention has no neighbours
     assert positional(view(torch.full((1, 3, 5), 0.2))).measured == []
@@ -410,7 +410,7 @@ def test_one_word_for_all_in_the_seeds_sentence(default, found):
     weights = [heads.weights[0] for heads in seen.values()]
     # [CLS] and [SEP] around eight words of a piece each
     assert weights[5][11, 1:-1, 1:-1].argmax(-1).tolist() == [1] * 8, "all eight words peak on cat"
-    shown = here(found, seen, text, sentence=corpus.known(text.words))
+    shown = add_text_evidence(found, seen, text, sentence=corpus.known(text.words))
     roles = {c.role: c for c in shown.of_head(5, 11)}
     assert roles["one word for all"].score == 1.0 and roles["one word for all"].pair[1] == "cat"
     assert "subject-verb" not in roles

@@ -387,8 +387,8 @@ def test_merged_and_gated():
     layer = MultiHeadAttention(4, 2, position=QuadraticOffset([(0, 0), (0, 1)], alpha=60.0))
     nn.init.zeros_(layer.q_proj.weight)
     nn.init.normal_(layer.v_proj.bias)
-    assert torch.allclose(to_conv(layer.merged()).weight, to_conv(layer).weight, atol=1e-6)
-    assert torch.allclose(to_conv(layer.merged()).bias, to_conv(layer).bias, atol=1e-6)
+    assert torch.allclose(to_conv(layer.fold_value_projection()).weight, to_conv(layer).weight, atol=1e-6)
+    assert torch.allclose(to_conv(layer.fold_value_projection()).bias, to_conv(layer).bias, atol=1e-6)
 
 
 def test_a_bias_that_is_lost_at_the_border_is_no_convolutions():

@@ -17,7 +17,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from polyhead._checks import LARGEST_INT64, WrongType, check_integer, check_number, check_tensor, kind_of, shown
-from polyhead.inspection.capture.capture import NOTHING_SEEN, Seen, capture
+from polyhead.inspection.capture.capture import NOTHING_SEEN, Capture, capture
 
 Loss = Callable[[], Tensor]
 Ablation = Literal["zero", "mean"]
@@ -65,7 +65,7 @@ def ablate(model: nn.Module, loss: Loss, by: Ablation = "zero", progress: Progre
     return Effect(base, without)
 
 
-def turned(
+def ablate_embedding(
     model: nn.Module,
     embed: Callable[[Int[Tensor, "rows tokens"]], Float[Tensor, "rows dim"]],
     ids: Int[Tensor, " tokens"],
@@ -220,7 +220,7 @@ def _check_function(name: str, given: object) -> None:
         raise WrongType(f"{name} must be a function without arguments, got {kind_of(given)}")
 
 
-def _heads(seen: Seen, name: str) -> int:
+def _heads(seen: Capture, name: str) -> int:
     outputs = seen[name].outputs
     return int(outputs.shape[-3])
 

@@ -16,7 +16,7 @@ from polyhead.heads.points import Points
 _BLOCK = 1 << 22
 
 
-class Looking(NamedTuple):
+class ImageStats(NamedTuple):
     """Means over the patches of an image, a number for each head; NaN where there is none to count.
 
     Patches that have no key, as a convolution's have beyond its border, do not count; for `distance` and `fixed`, neither do those
@@ -51,7 +51,7 @@ def blocks(view: Heads, first: int = 0) -> Iterator[tuple[Tensor, Float[Tensor, 
 
 
 @torch.no_grad()
-def looking(view: Heads, points: Points) -> Looking:
+def looking(view: Heads, points: Points) -> ImageStats:
     """What the heads of one row of a batch do, on a grid of rows and columns."""
     heads = view.shape[-3]
     asks, keys = points.lattice.queries(torch.device("cpu")), points.lattice.keys(torch.device("cpu"))
@@ -82,4 +82,4 @@ def looking(view: Heads, points: Points) -> Looking:
     share, place = steps.max(-1)
     offset = torch.stack((place // across, place % across), -1) + low
     entropy, distance, special, itself = sums / torch.stack((live, aimed, live, live))
-    return Looking(entropy, distance, special, itself, share / aimed, offset)
+    return ImageStats(entropy, distance, special, itself, share / aimed, offset)

@@ -22,8 +22,8 @@ from polyhead._checks import HEADS, check_integer, check_integers, is_integer
 from polyhead._torch import under_transform
 from polyhead.attend import run
 from polyhead.heads import Heads, Metric, Origin
-from polyhead.inspection.capture.head_metrics import Kept
-from polyhead.inspection.capture.output_projection import Follower
+from polyhead.inspection.capture.head_metrics import HeadMetrics
+from polyhead.inspection.capture.output_projection import Tracer
 from polyhead.inspection.capture.sdpa import from_products, from_sdpa, with_lse
 from polyhead.kernels.call import Call, to_heads
 from polyhead.kernels.edges_torch import summed
@@ -40,10 +40,10 @@ def capture(
     layers: Sequence[int | str] | None = None,
     heads: Sequence[int] | None = None,
     metrics: Sequence[Metric] | None = None,
-) -> Iterator[Seen]:
+) -> Iterator[Capture]:
     """Record every attention call of a model, as it runs: `with capture(model) as seen: model(x)`.
 
-    Seen are `MultiHeadAttention`, `attend`, `F.scaled_dot_product_attention` (so transformers' models as they come),
+    Capture are `MultiHeadAttention`, `attend`, `F.scaled_dot_product_attention` (so transformers' models as they come),
     `nn.MultiheadAttention` and the torch modules made of it. Results do not change, and no queries x keys is built.
 
     Args:
@@ -53,7 +53,7 @@ def capture(
         metrics: keep only these numbers, as `Heads.measure` takes them, and not the tensors: for long inputs.
 
     Yields:
-        A mapping from names to `Heads` (to `Kept` with metrics), of the latest forward of the model.
+        A mapping from names to `Heads` (to `HeadMetrics` with metrics), of the latest forward of the model.
     """
     if not isinstance(model, nn.Module):
         raise ValueError(f"model: it is {type(model).__name__}; it must be a torch.nn.Module")
@@ -103,14 +103,14 @@ def _is_of(name: str, pattern: str) -> bool:
     return name == pattern or name.startswith((f"{pattern}.", f"{pattern}#")) or fnmatch.fnmatchcase(name, pattern)
 
 
-class Seen(Mapping[str, Any]):
+class Capture(Mapping[str, Any]):
     """What a model's heads did, by the names of the modules that called attention, in the order of their calls.
 
     `seen["encoder.layer.5"]` finds the one call inside that module. A second call of one module is called `name#1`.
     """
 
     def __init__(self) -> None:
-        self._heads: dict[str, Heads | Kept] = {}
+        self._heads: dict[str, Heads | HeadMetrics] = {}
         self._edits: OrderedDict[int, tuple[str, Edit, Edited]] = OrderedDict()
         # the names of all calls so far, recorded or not
         self._called: dict[str, None] = {}
@@ -126,7 +126,7 @@ class Seen(Mapping[str, Any]):
         return len(self._heads)
 
     def __repr__(self) -> str:
-        return f"Seen({', '.join(f'{name}: {tuple(heads.shape)}' for name, heads in self._heads.items())})"
+        return f"Capture({', '.join(f'{name}: {tuple(heads.shape)}' for name, heads in self._heads.items())})"
 
     def _found(self, name: str) -> str:
         if name in self._heads:
@@ -178,21 +178,21 @@ NOTHING_SEEN = (
 )
 
 
-class Captured(Heads):
+class CapturedHeads(Heads):
     """`Heads` of a recorded call, which can be edited."""
 
-    _seen_in: Seen
+    _seen_in: Capture
     _name: str
 
     @classmethod
-    def of(cls, heads: Heads, seen: Seen, name: str) -> Captured:
+    def of(cls, heads: Heads, seen: Capture, name: str) -> CapturedHeads:
         """The same view, that knows where it was recorded."""
         view = object.__new__(cls)
         view.__dict__.update(heads.__dict__, _seen_in=seen, _name=name)
         return view
 
     def edit(self, change: Edit, of: Edited = "outputs") -> RemovableHandle:
-        """From the next forward on, change what this attention gives: see `Seen.edit`."""
+        """From the next forward on, change what this attention gives: see `Capture.edit`."""
         return self._seen_in.edit(self._name, change, of)
 
 
@@ -204,7 +204,7 @@ class _Watch(TorchFunctionMode):
         metrics: Sequence[Metric] | None,
     ) -> None:  # fmt: skip
         super().__init__()
-        self.seen = Seen()
+        self.seen = Capture()
         self._root, self._thread = type(model).__name__, threading.get_ident()
         self._layers, self._chosen = layers, None if heads is None else list(heads)
         self._metrics = None if metrics is None else list(metrics)
@@ -213,7 +213,7 @@ class _Watch(TorchFunctionMode):
         self._names: set[str] = set()
         # of the latest call
         self._name = ""
-        self._follower = Follower()
+        self._follower = Tracer()
         # the call whose numbers are still to be taken, when W_O is known
         self._pending: tuple[str, Heads] | None = None
         # inside torch's module: its batch and heads, and the first of its two products
@@ -371,7 +371,7 @@ class _Watch(TorchFunctionMode):
         if self._metrics is not None:
             self._pending = (name, heads)
         else:
-            self.seen._heads[name] = Captured.of(heads, self.seen, name)
+            self.seen._heads[name] = CapturedHeads.of(heads, self.seen, name)
 
     def _know_better(self, name: str, heads: Heads) -> None:
         """The same call with W_O, or with all that its layer knows of it."""
@@ -384,7 +384,7 @@ class _Watch(TorchFunctionMode):
             (name, heads), self._pending = self._pending, None
             assert self._metrics is not None
             with torch.no_grad():
-                self.seen._heads[name] = Kept(heads, self._metrics)
+                self.seen._heads[name] = HeadMetrics(heads, self._metrics)
 
     def _edited(self, name: str, call: Call, out: Tensor) -> Tensor:
         for where, change, of in self.seen._edits.values():

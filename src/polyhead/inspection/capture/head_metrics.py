@@ -27,7 +27,7 @@ METRICS: tuple[Metric, ...] = (
 """All that can be asked of any text."""
 
 
-class Kept:
+class HeadMetrics:
     """What was asked of some heads, and nothing else: their queries, keys and values are gone.
 
     It answers as `Heads` does, `kept.entropy()`, `kept.contribution().received()`, and says what it was not asked.
@@ -65,9 +65,9 @@ class Kept:
         """See `Heads.diversity`."""
         return self._answer("diversity")
 
-    def contribution(self) -> Kept:
+    def contribution(self) -> HeadMetrics:
         """The numbers that were asked about contributions."""
-        view = object.__new__(Kept)
+        view = object.__new__(HeadMetrics)
         view.__dict__.update(self.__dict__, _contribution=True)
         return view
 
@@ -84,11 +84,11 @@ class Kept:
         if name.startswith("_"):
             raise AttributeError(name)
         raise AttributeError(
-            f"Kept has no {name!r}: only numbers were kept; capture without metrics keeps views, with all of Heads"
+            f"HeadMetrics has no {name!r}: only numbers were kept; capture without metrics keeps views, with all of Heads"
         )
 
     def __repr__(self) -> str:
-        return f"Kept(shape={tuple(self.shape)}, {len(self._answers)} metrics)"
+        return f"HeadMetrics(shape={tuple(self.shape)}, {len(self._answers)} metrics)"
 
 
 def _spelled(metric: Metric) -> tuple[Any, ...]:

@@ -25,7 +25,7 @@ _LAYOUT = {
 }  # fmt: skip
 
 
-class Follower:
+class Tracer:
     """Watches torch functions go by, and tells who asked about the linear map behind a tensor."""
 
     def __init__(self) -> None:

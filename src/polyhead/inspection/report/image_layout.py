@@ -23,7 +23,7 @@ from polyhead.picture import pixels, png, shrunk
 _WEIGHTS = 6_000_000
 
 
-class Imaged(NamedTuple):
+class ImageLayout(NamedTuple):
     """Where the items of a layer stand, and how many points along each axis are shown as one."""
 
     points: Points
@@ -63,7 +63,7 @@ class Imaged(NamedTuple):
         return int(_shown_as(self.points.queries, self.points.lattice.outputs, self.block)[number])
 
 
-def imaged(view: Heads, grid: Sequence[int] | None) -> Imaged | None:
+def imaged(view: Heads, grid: Sequence[int] | None) -> ImageLayout | None:
     """Where a layer's items stand on an image; None for a layer that is not about it."""
     part = view._part
     if len(part.axes) < 3 or (part.call.over.grid is None and grid is None):
@@ -73,7 +73,7 @@ def imaged(view: Heads, grid: Sequence[int] | None) -> Imaged | None:
         return None
     if not entire(view):
         raise ValueError("heads: a view on some queries or keys cannot be laid over an image; pass the whole view")
-    return Imaged(points_of(part, None if part.call.over.grid is not None else grid))
+    return ImageLayout(points_of(part, None if part.call.over.grid is not None else grid))
 
 
 def entire(view: Heads) -> bool:
@@ -82,7 +82,7 @@ def entire(view: Heads) -> bool:
     return len(part.axes) == 3 and (part.call.sizes.queries, part.call.sizes.keys) == tuple(view.shape[-2:])
 
 
-def coarse(layers: Sequence[tuple[int, Imaged]]) -> int:
+def coarse(layers: Sequence[tuple[int, ImageLayout]]) -> int:
     """How many points along each axis are to be one, so that the weights of all heads fit on a page."""
     block = 1
     while True:
@@ -99,14 +99,14 @@ def embedded(image: Any) -> dict[str, Any]:
     return {"src": f"data:image/png;base64,{base64.b64encode(png(shown)).decode()}", "width": width, "height": height}
 
 
-def blank(layer: Imaged) -> dict[str, Any]:
+def blank(layer: ImageLayout) -> dict[str, Any]:
     """In place of an image that was not given: an empty sheet of the grid's form."""
     height, width = layer.points.lattice.sizes
     size = max(1, 640 // max(height, width))
     return {**embedded(np.full((size * height, size * width), 255, np.uint8)), "blank": True}
 
 
-def weights(view: Heads, layer: Imaged, all_heads: int) -> tuple[Any, str]:
+def weights(view: Heads, layer: ImageLayout, all_heads: int) -> tuple[Any, str]:
     """The weights between what is shown, in two bytes each or in one.
 
     Of points that are shown as one, they are means over queries of sums over keys. A byte is 255 times the square root: the error is
@@ -128,14 +128,14 @@ def weights(view: Heads, layer: Imaged, all_heads: int) -> tuple[Any, str]:
     return (255 * result.clamp(0, 1).sqrt()).round(), "u1"
 
 
-def moved(numbers: Float[Tensor, "heads keys"], layer: Imaged) -> Float[Tensor, "heads shown"]:
+def moved(numbers: Float[Tensor, "heads keys"], layer: ImageLayout) -> Float[Tensor, "heads shown"]:
     """What a weight of 1 on a key moves; of keys that are shown as one, the mean."""
     column = _shown_as(layer.points.keys, layer.points.lattice.sizes, layer.block)
     total = numbers.new_zeros(len(numbers), layer.keys).index_add_(1, column, numbers)
     return total / column.bincount(minlength=layer.keys).clamp(min=1)
 
 
-def stats(view: Heads, layer: Imaged) -> dict[str, Any]:
+def stats(view: Heads, layer: ImageLayout) -> dict[str, Any]:
     """The numbers of each head."""
     entropy, distance, special, itself, fixed, offset = looking(view, layer.points)
     plain = lambda x: [round(number, 5) if math.isfinite(number) else None for number in x.tolist()]

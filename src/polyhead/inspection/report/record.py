@@ -16,7 +16,7 @@ from torch import Tensor
 from polyhead._checks import check_integer
 from polyhead.heads import Heads
 from polyhead.inspection.report import image_layout
-from polyhead.inspection.report.image_layout import Imaged
+from polyhead.inspection.report.image_layout import ImageLayout
 from polyhead.inspection.roles.text import Text
 from polyhead.kernels.reference import scores
 from polyhead.metrics.edges import EdgePart
@@ -50,7 +50,7 @@ class Layer(NamedTuple):
     rows: Text | None
     columns: Text | None
     # where items stand on the page's image, if they do
-    image: Imaged | None = None
+    image: ImageLayout | None = None
 
     @property
     def graph(self) -> bool:
@@ -113,7 +113,7 @@ def layer_of(
     heads: Heads,
     batch: int,
     texts: tuple[Text | None, Text | None],
-    image: Imaged | None = None,
+    image: ImageLayout | None = None,
 ) -> Layer:
     """A layer of a page, on copies that nothing changes any more."""
     lasting = heads.cpu()
@@ -359,7 +359,7 @@ def _graph(layer: Layer, blobs: Blobs) -> Json:
     return record
 
 
-def _on_image(layer: Layer, image: Imaged, all_heads: int, blobs: Blobs) -> Json:
+def _on_image(layer: Layer, image: ImageLayout, all_heads: int, blobs: Blobs) -> Json:
     record = _common(layer, image_layout.stats(layer.view, image))
     record.update(queries=image.queries, keys=image.keys, image=image.record())
     record["arrays"]["moved"] = blobs.add(image_layout.moved(layer.moved(), image), "f4")

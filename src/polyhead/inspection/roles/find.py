@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from polyhead._checks import WrongType, check_integer, check_integers, is_integer, kind_of
 from polyhead.heads import Heads
 from polyhead.inspection.analysis.ablation import Progress
-from polyhead.inspection.capture.capture import NOTHING_SEEN, Seen, capture
+from polyhead.inspection.capture.capture import NOTHING_SEEN, Capture, capture
 from polyhead.inspection.roles.corpus import Sentence, shipped
 from polyhead.inspection.roles.probes import Count, Joined, places
 from polyhead.inspection.roles.roles import ROLES, Card, Found, Role, cards_of, own_role
@@ -76,7 +76,7 @@ class Subject(NamedTuple):
             )
         return cls(model, lambda words: _of_transformers(tokenizer, words), positions)
 
-    def read(self, ids: Int[Tensor, "batch tokens"]) -> Seen:
+    def read(self, ids: Int[Tensor, "batch tokens"]) -> Capture:
         """What the heads do while the model reads, on its own device."""
         return _seen(self.model, self.run, ids)
 
@@ -294,7 +294,7 @@ def _add(sums: dict[str, Count], found: Mapping[str, Count], at: slice, heads: i
         sums[name] = Count(total, weight, base, cases + (count.cases if at.start == 0 else 0))
 
 
-def _where(seen: Seen, tokens: int) -> Where:
+def _where(seen: Capture, tokens: int) -> Where:
     """The layers and heads in which a text attends to itself."""
     return [
         (layer, head)
@@ -304,7 +304,7 @@ def _where(seen: Seen, tokens: int) -> Where:
     ]
 
 
-def _blocks(seen: Seen, tokens: int) -> Iterator[Block]:
+def _blocks(seen: Capture, tokens: int) -> Iterator[Block]:
     """The weights of all heads, of as many layers at a time as fit a block."""
     groups: list[tuple[Tensor, list[Heads]]] = []
     for heads in seen.values():
@@ -323,7 +323,7 @@ def _blocks(seen: Seen, tokens: int) -> Iterator[Block]:
 
 
 def _copying(
-    read: Callable[[Tensor], Seen], drawn: Int[Tensor, " ids"], around: Around, length: int, rows: int = 8
+    read: Callable[[Tensor], Capture], drawn: Int[Tensor, " ids"], around: Around, length: int, rows: int = 8
 ) -> tuple[Where, Count]:
     """The mean weight on the token after the previous occurrence; and the same without a repetition."""
     chance = torch.Generator().manual_seed(0)
@@ -343,7 +343,7 @@ def _copying(
     return _where(seen, ids.shape[1]), Count(sums[0], torch.full_like(sums[0], cases), sums[1], cases)
 
 
-def _seen(model: nn.Module, run: Run | None, ids: Tensor) -> Seen:
+def _seen(model: nn.Module, run: Run | None, ids: Tensor) -> Capture:
     first = next(model.parameters(), None)
     # no longer than the call: whatever runs inside is looked at, and slower for it
     with capture(model) as seen:

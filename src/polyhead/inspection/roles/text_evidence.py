@@ -18,7 +18,7 @@ from polyhead.metrics.edges import EdgePart
 
 # So many words of a long text are looked at, evenly apart; and so many numbers make a block of weights.
 _WORDS, _BLOCK = 512, 1 << 22
-# Looking at one of fewer other words is no choice; and one is looked at if it has clearly more than an even share.
+# ImageStats at one of fewer other words is no choice; and one is looked at if it has clearly more than an even share.
 _CHOICE, _CLEARLY = 4, 1.5
 # Added to scores, as good as a mask: transformers adds the lowest number there is.
 _MASKED = -1e4
@@ -42,7 +42,7 @@ def positional(heads: Heads | Mapping[str, Heads], text: Text | None = None, *, 
     return Found.of_all(_with_pairs([card for cards in _cards(looks) for card in cards], looks))
 
 
-def here(
+def add_text_evidence(
     found: Found,
     heads: Heads | Mapping[str, Heads],
     text: Text | None = None,

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from polyhead._torch import numbers_hidden
+from polyhead._torch import values_unavailable
 from polyhead.interop.huggingface.lazy import Allowed, BoolMask, LazyMask
 from polyhead.neighbourhood import Causal, Dense, Neighbourhood, Padding, Segments, Window
 
@@ -34,7 +34,7 @@ def mask(
     # a step with a static cache may be compiled, and its mask has to be of one kind at every step
     fixed = q_length == 1 and not options.get("allow_is_causal_skip", True)
     # what is traced runs later, with other numbers
-    traced = numbers_hidden() or torch._C._is_tracing()
+    traced = values_unavailable() or torch._C._is_tracing()
     if not fixed and not traced:
         place = _Place(batch_size, q_length, kv_length, int(q_offset), int(kv_offset), torch.device(device))
         lazy = _understood(function, attention_mask, place)

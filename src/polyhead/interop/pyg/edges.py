@@ -14,7 +14,7 @@ from jaxtyping import Float, Int, Integer
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from polyhead._torch import has_no_values, widened
+from polyhead._torch import lacks_values, widened
 from polyhead.neighbourhood import Graph
 from polyhead.neighbourhood.csr import starts
 from polyhead.neighbourhood.graph import check_sparse, checked
@@ -169,7 +169,7 @@ def edges(
     """
     key = _key(edge_index, nodes, loops, backwards)
     if key is None:
-        unknown = torch.compiler.is_compiling() or has_no_values(pairs)
+        unknown = torch.compiler.is_compiling() or lacks_values(pairs)
         return _made(pairs, nodes, loops, backwards, exactly or not unknown)
     with _lock:
         if key in _kept:

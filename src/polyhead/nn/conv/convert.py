@@ -14,7 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from polyhead._checks import WrongType, check_number, check_tensor, kind_of
-from polyhead._torch import is_symbolic, numbers_hidden, record_call, refuse_scripting, watched, widened
+from polyhead._torch import is_symbolic, values_unavailable, record_call, refuse_scripting, intercepted, widened
 from polyhead.attend import Explanation, attention_weights
 from polyhead.heads import Heads
 from polyhead.neighbourhood import Grid, Neighbourhood, Offsets
@@ -23,7 +23,7 @@ from polyhead.nn.attention import MultiHeadAttention
 from polyhead.nn.checks import check_like, check_sizes
 from polyhead.nn.conv.extract import Points, around, bias, check_content, convolution, offsets, taps
 from polyhead.nn.conv.geometry import CONVOLUTIONS, Geometry, geometry
-from polyhead.nn.surgery import KEPT, Nothing
+from polyhead.nn.surgery import KEPT, ZeroMap
 from polyhead.position import QuadraticOffset
 
 
@@ -102,7 +102,7 @@ class ConvolutionalAttention(nn.Module):
     def over(self, sizes: tuple[int, ...], device: torch.device | str = "cpu") -> Neighbourhood:
         """Who may attend to whom in an image of these sizes."""
         # what is made while others watch, or by a transform, must not stay behind
-        make = _over if numbers_hidden() or watched() else _kept_over
+        make = _over if values_unavailable() or intercepted() else _kept_over
         points = self.points if self.attention.position is None else None
         return make(self.geometry, points, tuple(sizes), torch.device(device))
 
@@ -278,7 +278,7 @@ def _start(layer: MultiHeadAttention, kernel: Tensor | tuple[Tensor, Tensor], ad
 def _unscored(layer: Any) -> None:
     """Leave out W_Q and W_K, of a layer whose heads have nothing to score."""
     features = layer.num_heads * layer.head_dim
-    layer.q_proj, layer.k_proj = Nothing(features), Nothing(features)
+    layer.q_proj, layer.k_proj = ZeroMap(features), ZeroMap(features)
 
 
 def _over(where: Geometry, points: Points | None, sizes: tuple[int, ...], device: torch.device) -> Neighbourhood:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from polyhead.neighbourhood.grid import written
 from polyhead.nn.conv.geometry import CONVOLUTIONS, Geometry
-from polyhead.nn.surgery import Nothing, WithOne
+from polyhead.nn.surgery import ZeroMap, AppendOne
 from polyhead.position import QuadraticOffset
 from polyhead.score import Dot
 
@@ -48,7 +48,7 @@ def check_content(layer: MultiHeadAttention) -> None:
 
 def _silent(linear: Any) -> bool:
     """Whether a map gives zero for whatever it is given."""
-    return isinstance(linear, Nothing) or (
+    return isinstance(linear, ZeroMap) or (
         isinstance(linear, nn.Linear)
         and not bool(linear.weight.any())
         and (linear.bias is None or not bool(linear.bias.any()))
@@ -69,7 +69,7 @@ def taps(layer: MultiHeadAttention) -> Float[Tensor, "heads out in"]:
     w_v, join = layer.v_proj, _join(layer)
     if isinstance(w_v, nn.Identity):
         return join
-    if isinstance(w_v, WithOne):
+    if isinstance(w_v, AppendOne):
         return join[..., :-1]
     if not isinstance(w_v, nn.Linear):
         raise ValueError(f"layer: its v_proj is {type(w_v).__name__}; it must be a plain nn.Linear")
@@ -91,7 +91,7 @@ def bias(layer: MultiHeadAttention, where: Geometry) -> Float[Tensor, " out"] | 
 
 def _moved(layer: MultiHeadAttention) -> Float[Tensor, " out"] | None:
     """What the bias of W_V becomes in the output, where every head finds something."""
-    if isinstance(layer.v_proj, WithOne):
+    if isinstance(layer.v_proj, AppendOne):
         return _join(layer)[..., -1].sum(0)
     own = layer.v_proj.bias if isinstance(layer.v_proj, nn.Linear) else None
     return None if own is None else (_join(layer) @ _each(own, layer)[..., None]).sum(0)[:, 0]
