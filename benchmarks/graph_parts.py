@@ -49,7 +49,7 @@ def sorting(nodes: int, edges: int) -> Sides:
     """`Graph(…)` beside the same six arrays by torch; ours also checks that every node is there."""
     torch.manual_seed(0)
     edge_index = drawn(nodes, edges)
-    return Sides(_arrays(lambda: tuple(Graph(edge_index, nodes).order)), _arrays(lambda: _argsorted(edge_index, nodes)))
+    return Sides(_arrays(lambda: tuple(Graph(edge_index, nodes).csr)), _arrays(lambda: _argsorted(edge_index, nodes)))
 
 
 def _arrays(make: Callable[[], tuple[Tensor, ...]]) -> Side:

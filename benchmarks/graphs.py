@@ -133,7 +133,7 @@ def gather_sum(graph: Graph, rows: Tensor) -> Tensor:
     out = rows.new_empty(graph.destinations, rows.shape[1])
     done = native.gather_sum(
         double=False, sources=len(rows), destinations=graph.destinations, edges=graph.num_edges, width=rows.shape[1],
-        v=rows.data_ptr(), first=graph.order.first.data_ptr(), source=graph.order.source.data_ptr(), out=out.data_ptr(),
+        v=rows.data_ptr(), first=graph.csr.indptr.data_ptr(), source=graph.csr.indices.data_ptr(), out=out.data_ptr(),
         threads=torch.get_num_threads(),
     )  # fmt: skip
     assert done, "the graph was changed"

@@ -60,7 +60,7 @@ def of_random_tokens(shape: tuple[int, int], spread: float, sets: int, seed: int
 def entering(model: Any, ids: Tensor) -> list[Tensor]:
     """The tokens that enter the attention of each layer."""
     seen: list[Tensor] = []
-    hooks = [layer.self.register_forward_pre_hook(lambda _, given: seen.append(given[0])) for layer in model.layers]
+    hooks = [layer.self_attn.register_forward_pre_hook(lambda _, given: seen.append(given[0])) for layer in model.layers]
     try:
         with torch.no_grad():
             model(ids)
@@ -73,7 +73,7 @@ def entering(model: Any, ids: Tensor) -> list[Tensor]:
 def in_a_model(number: int) -> list[dict[str, Any]]:
     """Of each layer: the share of words that peak on themselves, plain, with equal norms and by head, and their own weight."""
     model, tokenizer = models.default()
-    layers: list[Any] = [layer.self for layer in model.layers]
+    layers: list[Any] = [layer.self_attn for layer in model.layers]
     batches = defaultdict(list)
     for sentence in corpus.shipped()[:number]:
         ids = tokenizer.of_words(sentence.words).ids

@@ -232,7 +232,7 @@ def reading(task: Task, aligned: Sequence[Tensor]) -> dict[str, list[dict[str, A
     model, corpus, _ = task
     sources, targets = corpus.encoded(TEST)
     seen_in: dict[int, list[Tensor]] = {}
-    with capture(model, layers=["decoder.*.cross"]) as seen:
+    with capture(model, layers=["decoder.*.cross_attn"]) as seen:
         for rows in multi30k.grouped(sources, targets, 4096):
             batch = multi30k.batch(sources, targets, rows)
             model(batch.source, batch.target, source_over=batch.source_over, target_over=batch.target_over)
@@ -298,7 +298,7 @@ def sentence(task: Task, row: int) -> Sentence:
     (ids,) = corpus.ids([corpus.splits[TEST].source[row]])
     source = torch.tensor([ids])
     written = model.generate(source, start=START, stop=STOP, max_new_tokens=multi30k.LONGEST)[0].tolist()
-    with capture(model, layers=["decoder.*.cross"]) as seen:
+    with capture(model, layers=["decoder.*.cross_attn"]) as seen:
         model.decode(torch.tensor([[START, *written[:-1]]]), model.encode(source))
     said = f"“{corpus.splits[TEST].source[row]}” became “{corpus.text(written)}”"
     return Sentence(corpus.words(ids), corpus.words(written), dict(seen), said)

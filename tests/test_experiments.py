@@ -460,7 +460,7 @@ def test_a_page_has_target_words_in_rows(task, tmp_path):
     html = page.read_text(encoding="utf-8")
     record = json.loads(re.search(r'<script[^>]*id="record"[^>]*>(.*?)</script>', html, re.S)[1])
     (layer,) = record["layers"]
-    assert layer["name"] == "decoder.0.cross" and layer["heads"] == [0, 1]
+    assert layer["name"] == "decoder.0.cross_attn" and layer["heads"] == [0, 1]
     assert record["texts"][layer["rows"]]["words"] == list(one.target.words)
     assert record["texts"][layer["columns"]]["words"] == list(one.source.words)
     assert record["star"] == [0, 1]
@@ -468,8 +468,8 @@ def test_a_page_has_target_words_in_rows(task, tmp_path):
     (ids,) = task.corpus.ids([source])
     with capture(task.model) as seen:
         task.model.decode(torch.tensor([[0]]), task.model.encode(torch.tensor([ids])))
-    first = one.heads["decoder.0.cross"].weights[0, :, :1]
-    assert torch.allclose(first, seen["decoder.0.cross"].weights[0], atol=1e-6)
+    first = one.heads["decoder.0.cross_attn"].weights[0, :, :1]
+    assert torch.allclose(first, seen["decoder.0.cross_attn"].weights[0], atol=1e-6)
     print_sentence(one)
 
 

@@ -161,9 +161,9 @@ def assemble(
     call = Call(q, k, v, over, score, table, bias, sink, dropout, seed)
     if type(over) is not Dense:
         over.check(call.sizes)
-        if isinstance(over, Graph) and any(x.device != q.device for x in (over.order.edge, *over.leaves())):
+        if isinstance(over, Graph) and any(x.device != q.device for x in (over.csr.edge_id, *over.leaves())):
             raise ValueError(
-                f"Graph: it is on {over.order.edge.device}, but q is on {q.device}; pass graph.to(q.device)"
+                f"Graph: it is on {over.csr.edge_id.device}, but q is on {q.device}; pass graph.to(q.device)"
             )
     return call
 

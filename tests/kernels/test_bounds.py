@@ -19,9 +19,9 @@ import torch
 from torch.utils import _pytree as pytree
 from polyhead import GAT, Dot, GATv2, Graph, Grid, attend
 from polyhead.kernels.edges_native import native
-from polyhead.neighbourhood.csr import Order
+from polyhead.neighbourhood.csr import CSR
 
-IDS = ("first", "source", "number", "out_first", "out_place", "out_destination")
+IDS = ("indptr", "indices", "edge_id", "out_indptr", "out_slot", "out_indices")
 
 def refused(name, call, kinds=ValueError, words=""):
     print(name, flush=True)
@@ -56,51 +56,51 @@ def run(code, *options):
 def test_ids_that_were_edited_are_refused(score):
     """Through memory that is shared with NumPy, of which no counter tells."""
     run(f"""
-        for name, array in zip(Order._fields, graph().order):
+        for name, array in zip(CSR._fields, graph().csr):
             for id in (-1, 2**31 - 1, -2**31, len(array) + 9000):
                 for place in (0, len(array) // 2, len(array) - 1):
                     edited = graph(weights=torch.rand(9000))
-                    getattr(edited.order, name).numpy()[place] = id
-                    words = f"order.{{name}} must"
+                    getattr(edited.csr, name).numpy()[place] = id
+                    words = f"csr.{{name}} must"
                     refused(f"{{name}} {{id}} at {{place}}", lambda: learn(edited, {score}, kernel="native"), words=words)
         edited = graph()
-        edited.order.first.data[20:30] = edited.order.first.data[20:30].flip(0)
-        refused("falling starts", lambda: learn(edited, {score}), words="order.first must rise from 0 to 9000")
+        edited.csr.indptr.data[20:30] = edited.csr.indptr.data[20:30].flip(0)
+        refused("falling starts", lambda: learn(edited, {score}), words="csr.indptr must rise from 0 to 9000")
     """)
 
 
 def test_ids_that_are_edited_between_the_passes_are_refused():
     run("""
-        for name in ("out_place", "out_destination", "source", "edge"):
+        for name in ("out_slot", "out_indices", "indices", "edge_id"):
             edited = graph(weights=torch.rand(9000))
             q = torch.randn(2, 50, 8, requires_grad=True)
             out = attend(q, q, q, over=edited, score=Dot())
-            getattr(edited.order, name).numpy()[4000] = 2**30
-            refused(name, lambda: out.sum().backward(), words=f"order.{name} must hold numbers in")
+            getattr(edited.csr, name).numpy()[4000] = 2**30
+            refused(name, lambda: out.sum().backward(), words=f"csr.{name} must hold numbers in")
     """)
 
 
 def test_ids_that_a_pytree_has_changed_are_refused():
     run("""
         shifted = pytree.tree_map(lambda x: x + 1, graph())
-        refused("shifted", lambda: learn(shifted, GATv2(2, 8)), words="order.first must")
+        refused("shifted", lambda: learn(shifted, GATv2(2, 8)), words="csr.indptr must")
         huge = pytree.tree_map(lambda x: torch.full_like(x, 2**30), graph())
-        refused("huge", lambda: learn(huge, GATv2(2, 8)), words="order.first must")
+        refused("huge", lambda: learn(huge, GATv2(2, 8)), words="csr.indptr must")
         swapped = graph()
-        swapped.order = Order(*reversed(swapped.order))
-        refused("swapped", lambda: learn(swapped, GATv2(2, 8)), words="order.first must be int32 of shape (51,)")
+        swapped.csr = CSR(*reversed(swapped.csr))
+        refused("swapped", lambda: learn(swapped, GATv2(2, 8)), words="csr.indptr must be int32 of shape (51,)")
     """)
 
 
 def test_the_portable_kernel_refuses_them_too():
     run("""
-        for name in ("source", "edge", "out_place", "out_destination"):
+        for name in ("indices", "edge_id", "out_slot", "out_indices"):
             edited = graph()
-            getattr(edited.order, name).numpy()[7] = 2**30
+            getattr(edited.csr, name).numpy()[7] = 2**30
             refused(name, lambda: learn(edited, GATv2(2, 8), kernel="edges"), (ValueError, RuntimeError, IndexError))
         # it reads the starts of no node
         edited = graph()
-        edited.order.first.numpy()[7] = 2**30
+        edited.csr.indptr.numpy()[7] = 2**30
         learn(edited, GATv2(2, 8), kernel="edges")
     """)
 
@@ -121,13 +121,13 @@ def test_edges_that_change_while_they_are_sorted():
         end, made = time.monotonic() + 4, 0
         while time.monotonic() < end:
             try:
-                order = Graph(edge_index, 1000).order
+                csr = Graph(edge_index, 1000).csr
             except ValueError:
                 continue
             made += 1
-            assert order.source.min() >= 0 and order.source.max() < 1000
-            assert order.edge.bincount(minlength=1_000_000).eq(1).all()
-            assert order.first[0] == 0 and order.first[-1] == 1_000_000 and order.first.diff().min() >= 0
+            assert csr.indices.min() >= 0 and csr.indices.max() < 1000
+            assert csr.edge_id.bincount(minlength=1_000_000).eq(1).all()
+            assert csr.indptr[0] == 0 and csr.indptr[-1] == 1_000_000 and csr.indptr.diff().min() >= 0
         done.set()
         writer.join()
     """)
@@ -146,7 +146,7 @@ def test_a_grid_that_was_edited_is_refused():
 # calls of our operators with what does not fit, one a line: what is passed in place of what
 EDGES = """
     g = graph(edges=500)
-    x, row, order = torch.randn(1, 50, 2, 8), torch.randn(1, 50, 2), dict(zip(IDS, g.order))
+    x, row, order = torch.randn(1, 50, 2, 8), torch.randn(1, 50, 2), dict(zip(IDS, g.csr))
     good = dict(q=x, k=x, v=None, a=torch.randn(2, 8), inside=None, features=None, edge=None, weights=None, **order,
                 seed=None, kind=1, factor=0.2, dropout=0.0)
     def forward(**changed):

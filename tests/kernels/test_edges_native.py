@@ -259,8 +259,8 @@ def test_under_autocast(score, rich):
     [
         lambda g: pytree.tree_map(lambda x: x.double(), g),
         lambda g: pytree.tree_map(lambda x: x.long(), g),
-        lambda g: _with(g, order=g.order._replace(source=g.order.source[:1])),
-        lambda g: _with(g, order=g.order._replace(first=g.order.first[:-1])),
+        lambda g: _with(g, csr=g.csr._replace(indices=g.csr.indices[:1])),
+        lambda g: _with(g, csr=g.csr._replace(indptr=g.csr.indptr[:-1])),
         lambda g: _with(g, weights=torch.rand(1)),
         lambda g: _with(g, weights=torch.rand(2_000, device="meta")),
         lambda g: g.to("meta"),

@@ -167,7 +167,7 @@ def test_names() -> None:
     """What `capture` shows, in the order in which heads are numbered."""
     model = Bert(TINY)
     names = [name for name, module in model.named_modules() if type(module).__name__ == "MultiHeadAttention"]
-    assert names == ["layers.0.self", "layers.1.self"]
+    assert names == ["layers.0.self_attn", "layers.1.self_attn"]
 
 
 def test_padding_changes_nothing() -> None:

@@ -289,7 +289,7 @@ def test_new_models_start_as_theirs() -> None:
 def test_names(name: str) -> None:
     model = built(name)
     names = [name for name, module in model.named_modules() if type(module).__name__ == "MultiHeadAttention"]
-    assert names == [f"layers.{n}.self" for n in range(model.config.layers)]
+    assert names == [f"layers.{n}.self_attn" for n in range(model.config.layers)]
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -416,7 +416,7 @@ def test_heads_are_seen_while_it_writes() -> None:
     model = built("llama")
     with polyhead.capture(model) as seen:
         model.generate(torch.randint(0, 101, (1, 4)), 2)
-    first, last = seen["layers.0.self"], seen["layers.2.self#1"]
+    first, last = seen["layers.0.self_attn"], seen["layers.2.self_attn#1"]
     assert (first.shape, last.shape) == ((1, 6, 4, 4), (1, 6, 1, 5))
     assert torch.allclose(last.weights.sum(-1), torch.ones(1, 6, 1))
 

@@ -215,16 +215,16 @@ def test_bad_configurations(name: str, changed: dict[str, Any], message: str, tm
 
 
 def pruned(model: Any) -> None:
-    attention = model.layers[1].self
+    attention = model.layers[1].self_attn
     attention.prune(range(attention.num_heads // attention.kv_heads))
 
 
 def gated(model: Any) -> None:
-    model.layers[0].self.gate = torch.ones(model.layers[0].self.num_heads)
+    model.layers[0].self_attn.gate = torch.ones(model.layers[0].self_attn.num_heads)
 
 
 def replaced(model: Any) -> None:
-    model.layers[0].self = model.layers[0].self.fold_value_projection()
+    model.layers[0].self_attn = model.layers[0].self_attn.fold_value_projection()
 
 
 def emptied(model: Any) -> None:
@@ -235,9 +235,9 @@ def emptied(model: Any) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (pruned, "layers.1.self.*: .*; a checkpoint of this kind has no place for heads that were pruned or gated"),
-        (gated, "layers.0.self.gate: the model was given it; a checkpoint of this kind has no place for heads"),
-        (replaced, "layers.0.self.*: its shape is .*; a checkpoint of this kind has no place for"),
+        (pruned, "layers.1.self_attn.*: .*; a checkpoint of this kind has no place for heads that were pruned or gated"),
+        (gated, "layers.0.self_attn.gate: the model was given it; a checkpoint of this kind has no place for heads"),
+        (replaced, "layers.0.self_attn.*: its shape is .*; a checkpoint of this kind has no place for"),
         (emptied, "it is on the meta device; there must be numbers to be written"),
     ],
 )

@@ -40,7 +40,7 @@ def test_edges_are_sorted_both_ways(sorter, dtype, sources, destinations, edges)
     high = torch.tensor([[max(sources, 1)], [max(destinations, 1)]])
     pairs = (torch.rand(2, edges) * high).to(dtype)
     graph = Graph(pairs, (sources, destinations))
-    for got, wanted in zip(graph.order, by_definition(pairs, sources, destinations), strict=True):
+    for got, wanted in zip(graph.csr, by_definition(pairs, sources, destinations), strict=True):
         assert got.dtype == torch.int32
         assert got.tolist() == wanted
     assert torch.equal(graph.edge_index, pairs.long())
@@ -52,7 +52,7 @@ def test_edges_are_sorted_both_ways(sorter, dtype, sources, destinations, edges)
 def test_strides_do_not_matter(sorter, make):
     pairs = torch.randint(0, 9, (2, 50))
     graph, other = Graph(pairs, 9), Graph(make(pairs), 9)
-    assert all(torch.equal(a, b) for a, b in zip(graph.order, other.order, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(graph.csr, other.csr, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -285,7 +285,7 @@ def test_degrees_of_zero_and_other_devices():
     A[1, 0] = A[1, 1] = 1
     torch.testing.assert_close(definition.normalised(A.numpy())[1].tolist(), [0.0, 0.5, 0.0])
     moved = graph.to("meta")
-    assert moved.order.edge.device.type == moved.weights.device.type == "meta"
+    assert moved.csr.edge_id.device.type == moved.weights.device.type == "meta"
 
 
 def test_edges_given_as_a_mask():

@@ -25,7 +25,7 @@ from polyhead import (
     attend,
 )
 from polyhead.neighbourhood import Both, Rows
-from polyhead.neighbourhood.csr import Order
+from polyhead.neighbourhood.csr import CSR
 
 PAIRS = torch.tensor([[0, 1, 2, 2, 0, 5, 3], [1, 0, 0, 1, 0, 4, 5]])
 HOLES = torch.tensor([[True, False, True, True, False, False], [False, True, True, True, True, False]])
@@ -114,7 +114,7 @@ def test_a_copy_is_what_it_is_a_copy_of(name, way):
 @pytest.mark.parametrize("way", ["deepcopy", "pickle", "weights only"])
 def test_nobody_else_holds_the_ids_of_a_copy(way):
     over = {"graph": graph(), "offsets": Offsets([[0, 1], [1, 0]], (2, 3))}
-    over |= {"order": over["graph"].order, "index": over["offsets"].index}
+    over |= {"order": over["graph"].csr, "index": over["offsets"].index}
     again = WAYS[way](over)
     for ids in (*again["order"], again["index"]):
         ids.fill_(2**30)
@@ -131,8 +131,8 @@ def written(kind, **state):
 
 def orderless(**changed):
     """What release 0.6.0 writes for a graph, with some of its arrays changed."""
-    order = Order(*(x.clone() for x in graph().order))._replace(**changed)
-    return {"sources": 6, "destinations": 6, "order": order, "features": None, "weights": None, "edge_ids": None}
+    order = CSR(*(x.clone() for x in graph().csr))._replace(**changed)
+    return {"sources": 6, "destinations": 6, "csr": order, "features": None, "weights": None, "edge_ids": None}
 
 
 def int32(*numbers):
@@ -172,16 +172,16 @@ def test_what_an_earlier_release_wrote_is_read():
 
 
 WRONG = {
-    "a source": (Graph, orderless(source=int32(0, 1, 2, 6, 0, 5, 3)), r"order.source must hold numbers in \[0, 6\), got 0 to 6"),
-    "a negative edge": (Graph, orderless(edge=int32(-1, 1, 2, 3, 4, 5, 6)), "order.edge must hold numbers"),
-    "an edge twice": (Graph, orderless(edge=int32(0, 0, 2, 3, 4, 5, 6)), "order.edge must hold each number in"),
-    "falling starts": (Graph, orderless(first=int32(0, 3, 5, 4, 5, 6, 7)), "order.first must rise from 0 to 7"),
-    "a start too many": (Graph, orderless(out_first=int32(0, 1, 2, 3, 4, 5, 6, 7)), "order.out_first must be int32 of shape"),
-    "wide ids": (Graph, orderless(source=torch.zeros(7, dtype=torch.long)), "order.source must be int32"),
-    "another order": (Graph, orderless(out_place=int32(6, 5, 4, 3, 2, 1, 0)), "sorted by destination and by source"),
-    "five arrays": (Graph, {**orderless(), "order": tuple(orderless()["order"])[:5]}, "its pickled state"),
+    "a source": (Graph, orderless(indices=int32(0, 1, 2, 6, 0, 5, 3)), r"csr.indices must hold numbers in \[0, 6\), got 0 to 6"),
+    "a negative edge": (Graph, orderless(edge_id=int32(-1, 1, 2, 3, 4, 5, 6)), "csr.edge_id must hold numbers"),
+    "an edge twice": (Graph, orderless(edge_id=int32(0, 0, 2, 3, 4, 5, 6)), "csr.edge_id must hold each number in"),
+    "falling starts": (Graph, orderless(indptr=int32(0, 3, 5, 4, 5, 6, 7)), "csr.indptr must rise from 0 to 7"),
+    "a start too many": (Graph, orderless(out_indptr=int32(0, 1, 2, 3, 4, 5, 6, 7)), "csr.out_indptr must be int32 of shape"),
+    "wide ids": (Graph, orderless(indices=torch.zeros(7, dtype=torch.long)), "csr.indices must be int32"),
+    "another order": (Graph, orderless(out_slot=int32(6, 5, 4, 3, 2, 1, 0)), "sorted by destination and by source"),
+    "five arrays": (Graph, {**orderless(), "csr": tuple(orderless()["csr"])[:5]}, "its pickled state"),
     "no order": (Graph, {"sources": 6, "destinations": 6}, "its pickled state must be one that Graph writes, got sources"),
-    "negative nodes": (Graph, {**orderless(), "sources": -1}, "order.out_first must be int32 of shape"),
+    "negative nodes": (Graph, {**orderless(), "sources": -1}, "csr.out_indptr must be int32 of shape"),
     "rows of features": (Graph, {**orderless(), "features": torch.rand(3, 2)}, "features"),
     "words for weights": (Graph, {**orderless(), "weights": "all"}, "weights|pickled state"),
     "edge_ids": (Graph, {**orderless(), "edge_ids": torch.zeros(3)}, "edge_ids must be integers"),
@@ -265,11 +265,11 @@ def test_what_callers_add_is_kept(way):
 
 def test_a_graph_without_numbers_is_copied():
     again = copy.deepcopy(graph(weights=torch.rand(7)).to("meta"))
-    assert again.order.source.is_meta and again.num_edges == 7
+    assert again.csr.indices.is_meta and again.num_edges == 7
 
 
 def test_what_torch_may_load_as_weights():
     ours = {x for x in torch.serialization.get_safe_globals() if getattr(x, "__module__", "").startswith("polyhead")}
-    assert ours == {Dense, Causal, Window, Padding, Segments, Mask, Both, Graph, Order, Grid, Offsets}
+    assert ours == {Dense, Causal, Window, Padding, Segments, Mask, Both, Graph, CSR, Grid, Offsets}
     with pytest.raises(pickle.UnpicklingError, match="GATv2"):
         loaded(GATv2(2, 8))

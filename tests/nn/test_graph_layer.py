@@ -289,7 +289,7 @@ def test_learning_on_a_graph():
     graph = Graph(torch.randint(0, 40, (2, 200)), 40).with_self_loops()
     x = torch.randn(40, 8)
     pairs = graph.edge_index
-    wanted = torch.zeros(40).index_add(0, pairs[1], x[pairs[0], 0]) / graph.order.first.diff()
+    wanted = torch.zeros(40).index_add(0, pairs[1], x[pairs[0], 0]) / graph.csr.indptr.diff()
     layers = torch.nn.ModuleList(
         [
             MultiHeadAttention(8, num_heads=2, head_dim=8, score="gatv2", combine="concat"),

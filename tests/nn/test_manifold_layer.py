@@ -187,18 +187,18 @@ def test_blocks_and_whole_models_are_trained_with_their_layers():
     found = optim.groups(blocks)
     assert [group["manifold"] for group in found] == [Euclidean(), Stiefel(heads=6)]
     names = [name for name, _ in found[1]["params"]]
-    assert names == [f"{block}.self.{letter}_proj.weight" for block in (0, 1) for letter in "qkv"]
+    assert names == [f"{block}.self_attn.{letter}_proj.weight" for block in (0, 1) for letter in "qkv"]
     losses = train(blocks, 10, call=lambda model, x: model(x))
     assert losses[-1] < losses[0]
     assert optim.check(blocks) == (True, None)
-    assert all(drift(block.self) < 1e-6 for block in blocks)
+    assert all(drift(block.self_attn) < 1e-6 for block in blocks)
 
 
 def test_a_decoder_keeps_the_manifolds_of_both_its_attentions():
     block = TransformerLayer(layer(), FeedForward(30, 60), cross=layer(manifold={"v": "stiefel"}))
     train(block, call=lambda model, x: model(x, memory=x.flip(1)))
-    assert drift(block.self) < 1e-6
-    assert drift(block.cross, "v") < 1e-6 < drift(block.cross, "qk")
+    assert drift(block.self_attn) < 1e-6
+    assert drift(block.cross_attn, "v") < 1e-6 < drift(block.cross_attn, "qk")
 
 
 BAD = [

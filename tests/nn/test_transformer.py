@@ -187,7 +187,7 @@ def test_writing_step_by_step_is_reading_all_at_once() -> None:
 def test_what_is_remembered_is_projected_once() -> None:
     model, calls = transformer(), []
     for each in model.decoder:
-        each.cross.k_proj.register_forward_hook(lambda *_: calls.append(1))
+        each.cross_attn.k_proj.register_forward_hook(lambda *_: calls.append(1))
     model.generate(torch.randint(VOCAB, (2, 7)), start=START, max_new_tokens=9)
     assert len(calls) == 3
 
@@ -236,11 +236,11 @@ def test_heads_are_named_by_layer_and_kind() -> None:
     with capture(model) as seen:
         model(torch.randint(VOCAB, (2, 7)), torch.randint(VOCAB, (2, 5)))
     assert list(seen) == [
-        "encoder.0.self", "encoder.1.self",
-        "decoder.0.self", "decoder.0.cross", "decoder.1.self", "decoder.1.cross", "decoder.2.self", "decoder.2.cross",
+        "encoder.0.self_attn", "encoder.1.self_attn",
+        "decoder.0.self_attn", "decoder.0.cross_attn", "decoder.1.self_attn", "decoder.1.cross_attn", "decoder.2.self_attn", "decoder.2.cross_attn",
     ]  # fmt: skip
-    assert seen["decoder.2.cross"].shape == (2, 3, 5, 7)
-    assert (seen["decoder.1.self"].weights.triu(1) == 0).all()
+    assert seen["decoder.2.cross_attn"].shape == (2, 3, 5, 7)
+    assert (seen["decoder.1.self_attn"].weights.triu(1) == 0).all()
 
 
 def test_two_vocabularies() -> None:

@@ -114,7 +114,7 @@ def _measured(name: str, kind: Any, config: Any, published: str | None, context:
         model: nn.Module = kind(config)
     layers = [layer for layer in model.modules() if isinstance(layer, TransformerLayer)]
     multiplied = sum(part.weight.numel() for layer in layers for part in layer.modules() if isinstance(part, nn.Linear))
-    attention, writes = layers[0].self, isinstance(model, CausalModel)
+    attention, writes = layers[0].self_attn, isinstance(model, CausalModel)
     if writes:
         multiplied += config.vocab * config.d_model
     seen = [n for n in (context, config.positions, getattr(config, "window", None)) if n is not None]

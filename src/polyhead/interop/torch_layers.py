@@ -44,8 +44,8 @@ def layer_from_torch(layer: nn.TransformerEncoderLayer | nn.TransformerDecoderLa
         from_torch(module.self_attn), feedforward, cross=from_torch(module.multihead_attn) if decoder else None,
         norm=partial(nn.LayerNorm, eps=module.norm1.eps), norm_first=module.norm_first, dropout=module.dropout1.p,
     )  # fmt: skip
-    ours.self_norm = copy.deepcopy(module.norm1)
+    ours.self_attn_norm = copy.deepcopy(module.norm1)
     if decoder:
-        ours.cross_norm = copy.deepcopy(module.norm2)
+        ours.cross_attn_norm = copy.deepcopy(module.norm2)
     ours.feedforward_norm = copy.deepcopy(module.norm3 if decoder else module.norm2)
     return ours.train(module.training)

@@ -19,7 +19,7 @@ from polyhead.kernels.edges_torch import Edges
 from polyhead.kernels.operands import check_operand
 from polyhead.kernels.operators import define_attention
 from polyhead.linalg.foreach import finite
-from polyhead.neighbourhood import Graph, Order
+from polyhead.neighbourhood import Graph, CSR
 from polyhead.neighbourhood.csr import check_form, check_ids
 from polyhead.score import GAT, Dot, GATv2, Score
 
@@ -80,7 +80,7 @@ class Native:
         out, lse = torch.ops.polyhead.edges(
             q, k, v_or_k, a, inside, features, edge,
             None if graph.weights is None else graph.weights.to(dtype),
-            *graph.order, call.seed if call.dropout > 0 else None,
+            *graph.csr, call.seed if call.dropout > 0 else None,
             _KINDS[type(score)], score.factor(call.q.shape[-1]) if isinstance(score, Dot) else score.negative_slope, call.dropout,
         )  # fmt: skip
         out, lse = out.transpose(-3, -2), lse.transpose(-2, -1)
@@ -119,14 +119,14 @@ class _Problem:
 
     def __init__(
         self, q: Tensor, k: Tensor, v: Tensor | None, a: Tensor | None, inside: Tensor | None, features: Tensor | None,
-        edge: Tensor | None, weights: Tensor | None, first: Tensor, source: Tensor, number: Tensor, out_first: Tensor,
-        out_place: Tensor, out_destination: Tensor, seed: Tensor | None, kind: int, factor: float, dropout: float,
+        edge: Tensor | None, weights: Tensor | None, indptr: Tensor, indices: Tensor, edge_id: Tensor, out_indptr: Tensor,
+        out_slot: Tensor, out_indices: Tensor, seed: Tensor | None, kind: int, factor: float, dropout: float,
     ) -> None:  # fmt: skip
-        order = [first, source, number, out_first, out_place, out_destination]
-        _check(q, k, v, a, inside, features, edge, weights, order, kind, dropout)
+        csr = [indptr, indices, edge_id, out_indptr, out_slot, out_indices]
+        _check(q, k, v, a, inside, features, edge, weights, csr, kind, dropout)
         widths = [x.shape[-1] for x in (q, k, v) if x is not None and x.dim() == 4]
         self.dim = -(-max(widths) // _STEP) * _STEP
-        self.first, self.source, self.edge, self.out_first, self.out_place, self.out_destination = order
+        self.first, self.source, self.edge, self.out_first, self.out_place, self.out_destination = csr
         self.q, self.k = (x.contiguous() if kind == 0 else self.wide(x) for x in (q, k))
         self.v, self.a, self.map = self.wide(v), self.wide(a), self.wide(edge)
         self.inside, self.features, self.weights = (
@@ -156,16 +156,16 @@ class _Problem:
     def check_followed(self, followed: bool) -> None:
         """Raise where a kernel found ids that it could not follow."""
         if not followed:
-            order = Order(self.first, self.source, self.edge, self.out_first, self.out_place, self.out_destination)
-            check_ids(order, self.options["sources"], self.options["destinations"])
+            csr = CSR(self.first, self.source, self.edge, self.out_first, self.out_place, self.out_destination)
+            check_ids(csr, self.options["sources"], self.options["destinations"])
             raise ValueError(
-                "Graph: order was edited while it was read; make the graph anew, and leave its order alone"
+                "Graph: csr was edited while it was read; make the graph anew, and do not edit graph.csr"
             )
 
 
 def _check(
     q: Tensor, k: Tensor, v: Tensor | None, a: Tensor | None, inside: Tensor | None, features: Tensor | None,
-    edge: Tensor | None, weights: Tensor | None, order: list[Tensor], kind: int, dropout: float,
+    edge: Tensor | None, weights: Tensor | None, csr: list[Tensor], kind: int, dropout: float,
 ) -> None:  # fmt: skip
     """Raise unless the kernels stay within the tensors; whether the ids do, they find out for themselves."""
     if kind not in _KINDS.values() or q.dim() != (3 if kind == 0 else 4) or k.dim() != q.dim() or not 0 <= dropout < 1:
@@ -174,9 +174,9 @@ def _check(
             f"got {tuple(q.shape)} and {tuple(k.shape)} for {kind}, and dropout {dropout}"
         )
     (batch, destinations, heads, *row), sources = q.shape, k.shape[1]
-    check_form(order, sources, destinations)
+    check_form(csr, sources, destinations)
     edges, width, number = (
-        len(order[1]),
+        len(csr[1]),
         () if v is None else v.shape[-1:],
         () if features is None else features.shape[1:],
     )
@@ -192,9 +192,9 @@ def _check(
         raise ValueError(
             f"a, inside, features and edge must be given as kind {kind} asks, got {there}, and v {v is not None}"
         )
-    if q.dtype not in (torch.float32, torch.float64) or not all(x.is_cpu for x in (q, *order)):
+    if q.dtype not in (torch.float32, torch.float64) or not all(x.is_cpu for x in (q, *csr)):
         raise ValueError(
-            f"q must be fp32 or fp64, and all on the CPU, got {q.dtype} on {q.device} and {order[0].device}"
+            f"q must be fp32 or fp64, and all on the CPU, got {q.dtype} on {q.device} and {csr[0].device}"
         )
 
 
@@ -277,7 +277,7 @@ def _definition(
     edge: Tensor | None, weights: Tensor | None, *rest: Any,
 ) -> Result:  # fmt: skip
     """The same by `Edges`, for tensors node by node."""
-    *order, seed, kind, factor, dropout = rest
+    *csr, seed, kind, factor, dropout = rest
     if kind == _KINDS[GAT]:
         # the terms of queries and keys are features of their own, one number each, as are those of edges
         q, k = q[..., None], k[..., None]
@@ -289,7 +289,7 @@ def _definition(
         score = GATv2.of(a, None if edge is None else edge.transpose(-2, -1), negative_slope=factor)
     else:
         score = Dot(factor)
-    graph = Graph(Order(*order).edge_index, (k.shape[1], q.shape[1]), features, weights)
+    graph = Graph(CSR(*csr).edge_index, (k.shape[1], q.shape[1]), features, weights)
     q, k, v = (x.transpose(1, 2) for x in (q, k, k if v is None else v))
     out, lse = Edges()(Call(q, k, v, graph, score, dropout=dropout, seed=seed))
     assert lse is not None
@@ -298,8 +298,8 @@ def _definition(
 
 define_attention(
     "edges",
-    "Tensor q, Tensor k, Tensor? v, Tensor? a, Tensor? inside, Tensor? features, Tensor? edge, Tensor? weights, Tensor first, "
-    "Tensor source, Tensor number, Tensor out_first, Tensor out_place, Tensor out_destination, Tensor? seed, int kind, "
+    "Tensor q, Tensor k, Tensor? v, Tensor? a, Tensor? inside, Tensor? features, Tensor? edge, Tensor? weights, Tensor indptr, "
+    "Tensor indices, Tensor edge_id, Tensor out_indptr, Tensor out_slot, Tensor out_indices, Tensor? seed, int kind, "
     "float factor, float dropout",
     learned=("q", "k", "v", "a", "inside", "features", "edge", "weights"),
     forward=_edges,

@@ -100,7 +100,7 @@ class CausalModel(nn.Module, ABC):
 
     def caches(self, batch: int | tuple[int, ...] | None, length: int) -> list[KeyValueCache]:
         """Room for the keys and values of `length` tokens in every layer, empty; None for ids without a batch axis."""
-        return [layer.self.cache(batch, length) for layer in self.layers if isinstance(layer, TransformerLayer)]
+        return [layer.self_attn.cache(batch, length) for layer in self.layers if isinstance(layer, TransformerLayer)]
 
     def generate(
         self,

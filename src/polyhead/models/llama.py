@@ -82,11 +82,11 @@ PUBLISHED = {
 # the model's modules, as checkpoints name them; {} is the number of a layer
 NAMES = {
     "words": "embed_tokens",
-    "layers.{}.self_norm": "layers.{}.input_layernorm",
-    "layers.{}.self.q_proj": "layers.{}.self_attn.q_proj",
-    "layers.{}.self.k_proj": "layers.{}.self_attn.k_proj",
-    "layers.{}.self.v_proj": "layers.{}.self_attn.v_proj",
-    "layers.{}.self.o_proj": "layers.{}.self_attn.o_proj",
+    "layers.{}.self_attn_norm": "layers.{}.input_layernorm",
+    "layers.{}.self_attn.q_proj": "layers.{}.self_attn.q_proj",
+    "layers.{}.self_attn.k_proj": "layers.{}.self_attn.k_proj",
+    "layers.{}.self_attn.v_proj": "layers.{}.self_attn.v_proj",
+    "layers.{}.self_attn.o_proj": "layers.{}.self_attn.o_proj",
     "layers.{}.feedforward_norm": "layers.{}.post_attention_layernorm",
     "layers.{}.feedforward.gate": "layers.{}.mlp.gate_proj",
     "layers.{}.feedforward.up": "layers.{}.mlp.up_proj",

@@ -7,16 +7,18 @@ stands at the last key ("lower-right"), so that one predicate serves self-attent
 
 import torch
 
+from polyhead._renamed import read_old_classes
 from polyhead.neighbourhood.base import Both, Dense, Mask, Neighbourhood, Rows, Sizes, broadcasts, neighbourhood, parts
-from polyhead.neighbourhood.csr import Order
+from polyhead.neighbourhood.csr import CSR
 from polyhead.neighbourhood.graph import Graph
 from polyhead.neighbourhood.grid import Grid, Lattice, Offsets
 from polyhead.neighbourhood.sequence import Causal, Padding, Segments, Window
 
 # an exported program that takes a neighbourhood keeps an example of it, which torch.export.load reads as weights only
 torch.serialization.add_safe_globals(
-    [Dense, Causal, Window, Padding, Segments, Mask, Both, Graph, Order, Grid, Offsets]
+    [Dense, Causal, Window, Padding, Segments, Mask, Both, Graph, CSR, Grid, Offsets]
 )
+read_old_classes()
 
 __all__ = [
     "Both",
@@ -28,7 +30,7 @@ __all__ = [
     "Mask",
     "Neighbourhood",
     "Offsets",
-    "Order",
+    "CSR",
     "Padding",
     "Rows",
     "Segments",

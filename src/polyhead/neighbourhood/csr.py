@@ -13,28 +13,28 @@ from torch.utils import _pytree as pytree
 from polyhead._torch import native
 
 
-class Order(NamedTuple):
+class CSR(NamedTuple):
     """Compressed rows. In-edges of node i are the places first[i] to first[i + 1] of the destination order."""
 
-    first: Int[Tensor, " destinations+1"]
-    source: Int[Tensor, " edges"]
+    indptr: Int[Tensor, " destinations+1"]
+    indices: Int[Tensor, " edges"]
     # the caller's number of each edge
-    edge: Int[Tensor, " edges"]
+    edge_id: Int[Tensor, " edges"]
     # the same from the sources' side; an out-edge is named by its place in the destination order
-    out_first: Int[Tensor, " sources+1"]
-    out_place: Int[Tensor, " edges"]
-    out_destination: Int[Tensor, " edges"]
+    out_indptr: Int[Tensor, " sources+1"]
+    out_slot: Int[Tensor, " edges"]
+    out_indices: Int[Tensor, " edges"]
 
     @property
     def edge_index(self) -> Int[Tensor, "2 edges"]:
         """Sources above destinations, in the order in which the edges were given."""
         # by operations that bound what they follow: `repeat_interleave` reads beyond the starts if they were edited
-        destination = torch.zeros_like(self.source).index_copy_(0, self.out_place.long(), self.out_destination)
-        pairs = torch.stack((self.source, destination)).long()
-        return torch.zeros_like(pairs).index_copy_(1, self.edge.long(), pairs)
+        destination = torch.zeros_like(self.indices).index_copy_(0, self.out_slot.long(), self.out_indices)
+        pairs = torch.stack((self.indices, destination)).long()
+        return torch.zeros_like(pairs).index_copy_(1, self.edge_id.long(), pairs)
 
 
-def order(edge_index: Integer[Tensor, "2 edges"], sources: int, destinations: int) -> Order:
+def build_csr(edge_index: Integer[Tensor, "2 edges"], sources: int, destinations: int) -> CSR:
     """Both orders. Edges of one node keep the order in which they were given.
 
     Raises:
@@ -42,41 +42,41 @@ def order(edge_index: Integer[Tensor, "2 edges"], sources: int, destinations: in
     """
     # what is made in inference mode could not be used in training
     with torch.inference_mode(False):
-        return Order(*torch.ops.polyhead.sort_edges(edge_index, sources, destinations))
+        return CSR(*torch.ops.polyhead.sort_edges(edge_index, sources, destinations))
 
 
-def check_form(order: Sequence[Tensor], sources: int, destinations: int) -> None:
-    """Raise where arrays are not the six that `order` makes of so many nodes, whatever numbers are in them."""
-    if len(order) != len(Order._fields):
-        raise ValueError(f"Graph: order must have the arrays {', '.join(Order._fields)}, got {len(order)}; {_REMEDY}")
-    edges = order[1].numel()
+def check_form(csr: Sequence[Tensor], sources: int, destinations: int) -> None:
+    """Raise where arrays are not the six that `build_csr` makes of so many nodes, whatever numbers are in them."""
+    if len(csr) != len(CSR._fields):
+        raise ValueError(f"Graph: csr must have the arrays {', '.join(CSR._fields)}, got {len(csr)}; {_REMEDY}")
+    edges = csr[1].numel()
     lengths = (destinations + 1, edges, edges, sources + 1, edges, edges)
-    for name, x, length in zip(Order._fields, order, lengths, strict=True):
+    for name, x, length in zip(CSR._fields, csr, lengths, strict=True):
         if x.dtype != torch.int32 or x.shape != (length,) or not x.is_contiguous():
             raise ValueError(
-                f"Graph: order.{name} must be int32 of shape ({length},) without gaps, got {x.dtype} of shape {tuple(x.shape)}; {_REMEDY}"
+                f"Graph: csr.{name} must be int32 of shape ({length},) without gaps, got {x.dtype} of shape {tuple(x.shape)}; {_REMEDY}"
             )
 
 
-def check_ids(order: Order, sources: int, destinations: int) -> None:
+def check_ids(csr: CSR, sources: int, destinations: int) -> None:
     """Raise where arrays of the right form hold ids of nodes or edges that are not there, or of an edge twice."""
-    edges = len(order.edge)
+    edges = len(csr.edge_id)
     limits = (edges + 1, sources, edges, edges + 1, edges, destinations)
-    for name, x, limit in zip(Order._fields, order, limits, strict=True):
+    for name, x, limit in zip(CSR._fields, csr, limits, strict=True):
         low, high = (int(end) for end in x.aminmax()) if x.numel() else (0, limit - 1)
         if low < 0 or high >= limit:
-            raise ValueError(f"Graph: order.{name} must hold numbers in [0, {limit}), got {low} to {high}; {_REMEDY}")
-    for name, x in (("first", order.first), ("out_first", order.out_first)):
+            raise ValueError(f"Graph: csr.{name} must hold numbers in [0, {limit}), got {low} to {high}; {_REMEDY}")
+    for name, x in (("indptr", csr.indptr), ("out_indptr", csr.out_indptr)):
         if int(x[0]) != 0 or int(x[-1]) != edges or bool((x.diff() < 0).any()):
-            raise ValueError(f"Graph: order.{name} must rise from 0 to {edges}, got {_some(x)}; {_REMEDY}")
-    for name, x in (("edge", order.edge), ("out_place", order.out_place)):
+            raise ValueError(f"Graph: csr.{name} must rise from 0 to {edges}, got {_some(x)}; {_REMEDY}")
+    for name, x in (("edge_id", csr.edge_id), ("out_slot", csr.out_slot)):
         if bool((x.bincount(minlength=edges) != 1).any()):
             raise ValueError(
-                f"Graph: order.{name} must hold each number in [0, {edges}) once, got {_some(x)}; {_REMEDY}"
+                f"Graph: csr.{name} must hold each number in [0, {edges}) once, got {_some(x)}; {_REMEDY}"
             )
 
 
-_REMEDY = "make the graph anew by Graph(edge_index), and leave its order alone"
+_REMEDY = "make the graph anew by Graph(edge_index), and do not edit graph.csr"
 
 
 def _some(x: Tensor) -> str:
@@ -84,7 +84,7 @@ def _some(x: Tensor) -> str:
     return f"[{shown}{', …' if len(x) > 8 else ''}]"
 
 
-pytree._register_namedtuple(Order, serialized_type_name="polyhead.neighbourhood.csr.Order")
+pytree._register_namedtuple(CSR, serialized_type_name="polyhead.neighbourhood.csr.CSR")
 
 # torch.library.custom_op would import the whole compiler at the first call
 _library = torch.library.Library("polyhead", "FRAGMENT")
@@ -93,10 +93,10 @@ _library.define(
 )
 
 
-def _room(edge_index: Tensor, sources: int, destinations: int) -> Order:
+def _room(edge_index: Tensor, sources: int, destinations: int) -> CSR:
     new = lambda length: edge_index.new_empty(length, dtype=torch.int32)
     edges = edge_index.shape[1]
-    return Order(new(destinations + 1), new(edges), new(edges), new(sources + 1), new(edges), new(edges))
+    return CSR(new(destinations + 1), new(edges), new(edges), new(sources + 1), new(edges), new(edges))
 
 
 @torch.library.register_fake("polyhead::sort_edges", lib=_library)
@@ -130,7 +130,7 @@ def _sort_edges(edge_index: Tensor, sources: int, destinations: int) -> tuple[Te
     return tuple(made)
 
 
-def _argsorted(edge_index: Tensor, sources: int, destinations: int) -> Order:
+def _argsorted(edge_index: Tensor, sources: int, destinations: int) -> CSR:
     source, destination = edge_index
     lost = (source < 0) | (source >= sources) | (destination < 0) | (destination >= destinations)
     if bool(lost.any()):
@@ -141,7 +141,7 @@ def _argsorted(edge_index: Tensor, sources: int, destinations: int) -> Order:
     arrays = (
         starts(destination, destinations), source, edge, starts(source, sources), place, destination[edge][place]
     )  # fmt: skip
-    return Order(*(x.to(torch.int32) for x in arrays))
+    return CSR(*(x.to(torch.int32) for x in arrays))
 
 
 def starts(node: Tensor, nodes: int) -> Tensor:

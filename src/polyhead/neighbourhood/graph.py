@@ -11,9 +11,10 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from polyhead._checks import LARGEST, WrongType, as_tensor, check_integer, shown
+from polyhead._renamed import GRAPH
 from polyhead._torch import values_unavailable, widened
 from polyhead.neighbourhood.base import Neighbourhood, Sizes, neighbourhood, parts
-from polyhead.neighbourhood.csr import Order, check_form, check_ids, order
+from polyhead.neighbourhood.csr import CSR, build_csr, check_form, check_ids
 
 
 class Graph(Neighbourhood):
@@ -31,7 +32,7 @@ class Graph(Neighbourhood):
         weights: numbers `(edges,)` that multiply the coefficients after the softmax.
     """
 
-    tensors = ("order", "features", "weights", "edge_ids")
+    tensors = ("csr", "features", "weights", "edge_ids")
 
     def __init__(
         self,
@@ -44,24 +45,25 @@ class Graph(Neighbourhood):
             edge_index, num_nodes, weights = _from_sparse(edge_index, num_nodes, weights)
         edge_index = checked(edge_index)
         self.sources, self.destinations = _sizes(num_nodes, edge_index)
-        self.order = order(edge_index, self.sources, self.destinations)
+        self.csr = build_csr(edge_index, self.sources, self.destinations)
         self.features = None if features is None else _features(features, edge_index.shape[1])
         self.weights = None if weights is None else _weights(weights, edge_index.shape[1])
         # of a graph that was filtered: what its edges were numbered before
         self.edge_ids: Int[Tensor, " edges"] | None = None
 
     def _restore(self, state: dict[str, Any]) -> None:
-        given, ids, size = Order(*state["order"]), state["edge_ids"], (state["sources"], state["destinations"])
+        state = {GRAPH.get(name, name): value for name, value in state.items()}
+        given, ids, size = CSR(*state["csr"]), state["edge_ids"], (state["sources"], state["destinations"])
         check_form(given, *size)
-        (self.sources, self.destinations), self.order = size, given
-        if values_unavailable(given.edge):
+        (self.sources, self.destinations), self.csr = size, given
+        if values_unavailable(given.edge_id):
             return super()._restore(state)
         check_ids(given, *size)
         # sorted anew, into arrays that nobody else holds
         Graph.__init__(self, self.edge_index, size, state["features"], state["weights"])
-        if not all(map(torch.equal, self.order, given)):
+        if not all(map(torch.equal, self.csr, given)):
             raise ValueError(
-                "Graph: order must be sorted by destination and by source, got another; make the graph anew"
+                "Graph: csr must be sorted by destination and by source, got another; make the graph anew"
             )
         if ids is not None and (ids.shape != (self.num_edges,) or ids.is_floating_point()):
             raise ValueError(
@@ -72,12 +74,12 @@ class Graph(Neighbourhood):
 
     @property
     def num_edges(self) -> int:
-        return self.order.edge.shape[0]
+        return self.csr.edge_id.shape[0]
 
     @property
     def edge_index(self) -> Int[Tensor, "2 edges"]:
         """The edges in the order in which they were given."""
-        return self.order.edge_index
+        return self.csr.edge_index
 
     @property
     def duplicates(self) -> bool:
@@ -136,7 +138,7 @@ class Graph(Neighbourhood):
         if not isinstance(other, Graph) and self.sources and self.destinations:
             _check_fits(other, self)
         if self.num_edges == 0:
-            return self._kept(self.order.edge.long())
+            return self._kept(self.csr.edge_id.long())
         allowed = other.on_pairs(destination + (self.sources - self.destinations), source)
         if allowed.numel() != self.num_edges:
             raise ValueError(
@@ -183,7 +185,7 @@ class Graph(Neighbourhood):
         if isinstance(fill, str):
             wide = widened(features)
             total = wide.new_zeros(self.destinations, wide.shape[1]).index_add(0, self.edge_index[1], wide)
-            return (total / self.order.first.diff().clamp(min=1)[:, None]).to(features.dtype)
+            return (total / self.csr.indptr.diff().clamp(min=1)[:, None]).to(features.dtype)
         filled = as_tensor("fill", fill, "of an edge's features").to(features.device, features.dtype)
         if filled.dim() and filled.shape[-1] not in (1, features.shape[1]):
             raise ValueError(f"fill: its shape is {tuple(filled.shape)}, but an edge has {features.shape[1]} features")
@@ -237,7 +239,7 @@ class Graph(Neighbourhood):
                 raise ValueError(f"Graph.batch: some graphs have {name} and some have none")
         pairs, sources, destinations = [], 0, 0
         for graph in graphs:
-            offset = torch.tensor([[sources], [destinations]], device=graph.order.edge.device)
+            offset = torch.tensor([[sources], [destinations]], device=graph.csr.edge_id.device)
             pairs.append(graph.edge_index + offset)
             sources, destinations = sources + graph.sources, destinations + graph.destinations
         features = [graph.features for graph in graphs if graph.features is not None]
@@ -347,6 +349,6 @@ def _from_sparse(
 
 def _check_fits(other: Neighbourhood, graph: Graph) -> None:
     """A `ValueError` where the other does not fit the nodes; the rows of a batch are not known yet."""
-    one = torch.zeros(1, 1, dtype=torch.long, device=graph.order.edge.device)
+    one = torch.zeros(1, 1, dtype=torch.long, device=graph.csr.edge_id.device)
     batch: Bool[Tensor, "..."] = other.allows(one[None], one + (graph.sources - graph.destinations), one[0])
     other.check(Sizes(tuple(batch.shape[:-3]), 1, graph.destinations, graph.sources))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -11,6 +12,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from polyhead._checks import LAYERS, WrongType, check_integer, check_integers, check_numel, check_tensor, kind_of
+from polyhead._renamed import TRANSFORMER_LAYER, rename_keys
 from polyhead._torch import is_symbolic, values_unavailable, record_call, refuse_scripting
 from polyhead.linalg.skinny_gemm import linear, apply_linear
 from polyhead.neighbourhood import Causal, Neighbourhood, Padding
@@ -67,6 +69,11 @@ class FeedForward(nn.Module):
         return f"activation={self.activation!r}"
 
 
+def _rename_old_keys(module: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
+    """Read state dicts of earlier releases."""
+    rename_keys(state, prefix, TRANSFORMER_LAYER)
+
+
 class TransformerLayer(nn.Module):
     """Attention to itself, in a decoder to a memory too, then a feed-forward network; each is added to what it was given.
 
@@ -115,10 +122,11 @@ class TransformerLayer(nn.Module):
                 f"norm must make a module for a number of features, such as nn.LayerNorm, got {kind_of(norm)}"
             )
         self.norm_first = norm_first
-        self.self = attention
-        self.self_norm = norm(d_model)
-        self.cross = cross
-        self.cross_norm = None if cross is None else norm(d_model)
+        self.register_load_state_dict_pre_hook(_rename_old_keys)
+        self.self_attn = attention
+        self.self_attn_norm = norm(d_model)
+        self.cross_attn = cross
+        self.cross_attn_norm = None if cross is None else norm(d_model)
         self.feedforward = feedforward
         self.feedforward_norm = norm(d_model)
         self.dropout = dropout
@@ -139,33 +147,33 @@ class TransformerLayer(nn.Module):
             memory: what `cross` attends to, or what `cross.project_kv` has kept of it.
             over: which items may attend to which. What stands in padded rows afterwards is of no meaning.
             memory_over: which items may attend to what of the memory.
-            cache: keys and values of earlier items, made by `layer.self.cache(batch, length)`.
+            cache: keys and values of earlier items, made by `layer.self_attn.cache(batch, length)`.
         """
         if is_symbolic(x):
             recorded: Tensor = record_call(self, x, memory, over, memory_over=memory_over, cache=cache)
             return recorded
         if isinstance(memory, Neighbourhood):
             raise ValueError(f"memory: it is {memory!r}; who may attend to whom goes to over=, or memory_over=")
-        if (memory is None) != (self.cross is None):
+        if (memory is None) != (self.cross_attn is None):
             raise ValueError(
                 "memory: this layer has cross-attention; pass what it attends to"
                 if memory is None
                 else "memory: this layer has no cross-attention; make it with cross=MultiHeadAttention(…)"
             )
-        if not isinstance(x, Tensor) or x.dim() < 2 or x.shape[-1] != self.self.d_model:
-            check_features("x", x, self.self.d_model, self)
+        if not isinstance(x, Tensor) or x.dim() < 2 or x.shape[-1] != self.self_attn.d_model:
+            check_features("x", x, self.self_attn.d_model, self)
         try:
-            x = self._with(x, self.self_norm, lambda y: self.self(y, over=over, cache=cache)[0])
+            x = self._with(x, self.self_attn_norm, lambda y: self.self_attn(y, over=over, cache=cache)[0])
         except RuntimeError:
-            check_features("x", x, self.self.d_model, self)
+            check_features("x", x, self.self_attn.d_model, self)
             raise
-        if self.cross is not None:
-            cross, norm = self.cross, self.cross_norm
+        if self.cross_attn is not None:
+            cross, norm = self.cross_attn, self.cross_attn_norm
             assert norm is not None
             x = self._with(x, norm, lambda y: cross(y, memory, over=memory_over)[0])
         # another module may look at its input's shape
         flat = cache is None and isinstance(self.feedforward, FeedForward)
-        live = live_rows(over, x, self.self.num_heads) if flat else None
+        live = live_rows(over, x, self.self_attn.num_heads) if flat else None
         if live is None:
             return self._with(x, self.feedforward_norm, self.feedforward)
         return live.pad(self._with(live.unpad(x), self.feedforward_norm, self.feedforward))
@@ -200,7 +208,7 @@ class Transformer(nn.Module):
     """The encoder-decoder of Vaswani 2017: reads a source, writes a target token by token.
 
     Tokens are embedded (times √d_model), their positions added as sinusoids. The output is scored against the target's
-    embeddings. In `capture` the heads are `encoder.3.self`, `decoder.2.self` and `decoder.2.cross`.
+    embeddings. In `capture` the heads are `encoder.3.self_attn`, `decoder.2.self_attn` and `decoder.2.cross_attn`.
 
     Args:
         vocab: how many ids a target has; the source has the same, with the same embeddings, unless `source_vocab` is given.
@@ -334,8 +342,8 @@ class Transformer(nn.Module):
     ) -> tuple[list[KeyValues], list[KeyValueCache]]:
         """What each layer of the decoder keeps while a target of so many tokens is written: to hand to `decode`."""
         layers = [layer for layer in self.decoder if isinstance(layer, TransformerLayer)]
-        kept = [layer.cross.project_kv(memory) for layer in layers if layer.cross is not None]
-        return kept, [layer.self.cache(len(memory), length) for layer in layers]
+        kept = [layer.cross_attn.project_kv(memory) for layer in layers if layer.cross_attn is not None]
+        return kept, [layer.self_attn.cache(len(memory), length) for layer in layers]
 
     def logits(self, hidden: Float[Tensor, "... d_model"]) -> Float[Tensor, "... vocab"]:
         """How likely each token is to come next."""

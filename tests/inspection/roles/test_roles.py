@@ -427,8 +427,8 @@ def test_a_model_that_learned_nothing_has_no_grammar(default):
     model = Bert(Config(d_model=48, heads=6, layers=2, d_feedforward=96)).eval()
     with torch.no_grad():
         for layer in model.layers:
-            layer.self.q_proj.weight.mul_(12)
-            layer.self.k_proj.weight.mul_(12)
+            layer.self_attn.q_proj.weight.mul_(12)
+            layer.self_attn.k_proj.weight.mul_(12)
     found = find(Subject.of(model, default.tokenizer), sentences=corpus.shipped()[:120])
     grammar = {role.name for role in ROLES if role.probe in ("pairs", "induction")}
     assert [c for c in found.cards if c.role in grammar] == []

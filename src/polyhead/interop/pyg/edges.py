@@ -178,7 +178,7 @@ def edges(
     # what is made in inference mode could not be used in training
     with torch.inference_mode(False):
         made = _made(pairs, nodes, loops, backwards, True)
-    if _plain(made.graph.order.edge):
+    if _plain(made.graph.csr.edge_id):
         _keep(key, made)
     return made
 
