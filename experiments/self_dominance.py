@@ -60,7 +60,9 @@ def of_random_tokens(shape: tuple[int, int], spread: float, sets: int, seed: int
 def entering(model: Any, ids: Tensor) -> list[Tensor]:
     """The tokens that enter the attention of each layer."""
     seen: list[Tensor] = []
-    hooks = [layer.self_attn.register_forward_pre_hook(lambda _, given: seen.append(given[0])) for layer in model.layers]
+    hooks = [
+        layer.self_attn.register_forward_pre_hook(lambda _, given: seen.append(given[0])) for layer in model.layers
+    ]
     try:
         with torch.no_grad():
             model(ids)

@@ -15,7 +15,7 @@ from fuzz.case import Mismatch
 from fuzz.oracle import Inputs
 from fuzz.positions import bucket, distances, frequencies, rotations, slopes
 from fuzz.scores import parameter
-from polyhead import ALiBi, Position, RelativeBias, Rotary, RopeScaling
+from polyhead import ALiBi, Position, RelativeBias, RopeScaling, Rotary
 
 
 class Placing(NamedTuple):

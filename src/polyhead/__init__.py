@@ -7,7 +7,7 @@ from polyhead.inspection import capture, report, self_dominance
 from polyhead.manifold import Euclidean, Manifold, Stiefel
 from polyhead.neighbourhood import Causal, Dense, Graph, Grid, Mask, Neighbourhood, Offsets, Padding, Segments, Window
 from polyhead.nn import KeyValueCache, MultiHeadAttention, from_conv, to_conv
-from polyhead.position import ALiBi, Position, QuadraticOffset, RelativeBias, Rotary, RopeScaling
+from polyhead.position import ALiBi, Position, QuadraticOffset, RelativeBias, RopeScaling, Rotary
 from polyhead.score import GAT, Dot, GATv2, Score
 
 __version__ = "0.6.1"
@@ -34,11 +34,11 @@ __all__ = [
     "Position",
     "QuadraticOffset",
     "RelativeBias",
+    "RopeScaling",
     "Rotary",
     "Score",
     "Segments",
     "Stiefel",
-    "RopeScaling",
     "Window",
     "attend",
     "attention_weights",

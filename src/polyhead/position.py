@@ -139,7 +139,9 @@ class Rotary(Position):
             raise ValueError(f"Rotary: dim must be {even}, got {dim}")
         base = check_number("Rotary: base", base, 0, math.inf, "()")
         if not (scaling is None or isinstance(scaling, RopeScaling)):
-            raise WrongType(f"Rotary: scaling must be a RopeScaling, such as RopeScaling(2.0), or None, got {shown(scaling)}")
+            raise WrongType(
+                f"Rotary: scaling must be a RopeScaling, such as RopeScaling(2.0), or None, got {shown(scaling)}"
+            )
         self.dim, self.base, self.interleaved, self.scaling, self.axes = dim, base, interleaved, scaling, axes
         self._table: tuple[Tensor, Tensor] | None = None
         self._table_of: tuple[object, ...] = ()

@@ -21,7 +21,7 @@ import polyhead
 from polyhead import Causal, Padding, Segments
 from polyhead.models import Gpt, Llama, gpt, llama
 from polyhead.models.causal import CausalModel
-from polyhead.position import Rotary, RopeScaling
+from polyhead.position import RopeScaling, Rotary
 
 GPT = gpt.Config(d_model=15, heads=3, layers=2, d_feedforward=23, vocab=101, positions=137)
 LLAMA = llama.Config(d_model=18, heads=6, layers=3, d_feedforward=29, vocab=101, positions=137, kv_heads=2, head_dim=10)

@@ -32,7 +32,10 @@ MODELS: dict[str, tuple[Any, Any]] = {
     "gpt, other": (Gpt, GPT._replace(d_feedforward=7, activation="silu", scale_by_layer=True, start=3, stop=(4,))),
     "llama": (Llama, LLAMA._replace(head_dim=4, start=1, stop=(2, 5))),
     "llama, biased": (Llama, LLAMA._replace(head_dim=4, attention_bias=True, feedforward_bias=True)),
-    "llama, tied": (Llama, LLAMA._replace(head_dim=4, head="tied", rope_base=5e5, scaling=RopeScaling(8.0, 16, 1.5, 3.0))),
+    "llama, tied": (
+        Llama,
+        LLAMA._replace(head_dim=4, head="tied", rope_base=5e5, scaling=RopeScaling(8.0, 16, 1.5, 3.0)),
+    ),
     "llama, bare": (Llama, LLAMA._replace(head_dim=4, head=None, scaling=RopeScaling(2.0))),
     "mistral": (Llama, LLAMA._replace(head_dim=4, window=5)),
 }
@@ -235,7 +238,10 @@ def emptied(model: Any) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (pruned, "layers.1.self_attn.*: .*; a checkpoint of this kind has no place for heads that were pruned or gated"),
+        (
+            pruned,
+            "layers.1.self_attn.*: .*; a checkpoint of this kind has no place for heads that were pruned or gated",
+        ),
         (gated, "layers.0.self_attn.gate: the model was given it; a checkpoint of this kind has no place for heads"),
         (replaced, "layers.0.self_attn.*: its shape is .*; a checkpoint of this kind has no place for"),
         (emptied, "it is on the meta device; there must be numbers to be written"),

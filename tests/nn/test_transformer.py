@@ -123,7 +123,12 @@ def test_a_memory_of_another_layer_or_batch_is_refused() -> None:
     with pytest.raises(ValueError, match="key: this memory"):
         MultiHeadAttention(12, 4)(torch.randn(2, 5, 12), memory)
     k, v = memory
-    for wrong in (KeyValues(k[:, :, :1], v), KeyValues(k, v[:, :, :5]), KeyValues(k.half(), v.half()), KeyValues(k, v.double())):
+    for wrong in (
+        KeyValues(k[:, :, :1], v),
+        KeyValues(k, v[:, :, :5]),
+        KeyValues(k.half(), v.half()),
+        KeyValues(k, v.double()),
+    ):
         with pytest.raises(ValueError, match="key: this memory"):
             mha(torch.randn(2, 5, 12), wrong, over=Padding([1, 1]))
     with pytest.raises(ValueError, match="value: the key is a memory"):

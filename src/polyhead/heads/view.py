@@ -22,7 +22,7 @@ from polyhead.kernels import Call
 from polyhead.metrics import blockwise
 from polyhead.metrics.blockwise import Part
 from polyhead.metrics.edges import EdgePart
-from polyhead.metrics.plan import AnyPart, Place, MetricRequest, compute, mass_question
+from polyhead.metrics.plan import AnyPart, MetricRequest, Place, compute, mass_question
 from polyhead.neighbourhood import Graph, broadcasts
 from polyhead.picture import html, plot
 

@@ -1,24 +1,37 @@
 """See the heads: record them, name what they do, show them."""
 
+from polyhead.inspection.analysis import ablation
 from polyhead.inspection.analysis.rollout import rollout
 from polyhead.inspection.analysis.self_dominance import SelfDominance, self_dominance
 from polyhead.inspection.analysis.subspaces import Variance, captured_variance, principal_angles, subspaces
-from polyhead.inspection.capture.capture import CapturedHeads, Capture, capture
+from polyhead.inspection.capture.capture import Capture, CapturedHeads, capture
 from polyhead.inspection.capture.head_metrics import METRICS, HeadMetrics
 from polyhead.inspection.report.report import Page, report
+from polyhead.inspection.roles import corpus
+from polyhead.inspection.roles.find import Subject, find, induction
+from polyhead.inspection.roles.roles import ROLES
 from polyhead.inspection.roles.text import Text
+from polyhead.inspection.roles.text_evidence import add_text_evidence, positional
 
 __all__ = [
     "METRICS",
+    "ROLES",
+    "Capture",
     "CapturedHeads",
     "HeadMetrics",
     "Page",
-    "Capture",
     "SelfDominance",
+    "Subject",
     "Text",
     "Variance",
+    "ablation",
+    "add_text_evidence",
     "capture",
     "captured_variance",
+    "corpus",
+    "find",
+    "induction",
+    "positional",
     "principal_angles",
     "report",
     "rollout",

@@ -12,14 +12,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from polyhead._torch import values_readable, missing, native, under_transform
+from polyhead._torch import missing, native, under_transform, values_readable
 from polyhead.kernels.call import Call, Result, flat, to_heads
 from polyhead.kernels.dropout import threshold
 from polyhead.kernels.edges_torch import Edges
 from polyhead.kernels.operands import check_operand
 from polyhead.kernels.operators import define_attention
 from polyhead.linalg.foreach import finite
-from polyhead.neighbourhood import Graph, CSR
+from polyhead.neighbourhood import CSR, Graph
 from polyhead.neighbourhood.csr import check_form, check_ids
 from polyhead.score import GAT, Dot, GATv2, Score
 
@@ -158,9 +158,7 @@ class _Problem:
         if not followed:
             csr = CSR(self.first, self.source, self.edge, self.out_first, self.out_place, self.out_destination)
             check_ids(csr, self.options["sources"], self.options["destinations"])
-            raise ValueError(
-                "Graph: csr was edited while it was read; make the graph anew, and do not edit graph.csr"
-            )
+            raise ValueError("Graph: csr was edited while it was read; make the graph anew, and do not edit graph.csr")
 
 
 def _check(
@@ -193,9 +191,7 @@ def _check(
             f"a, inside, features and edge must be given as kind {kind} asks, got {there}, and v {v is not None}"
         )
     if q.dtype not in (torch.float32, torch.float64) or not all(x.is_cpu for x in (q, *csr)):
-        raise ValueError(
-            f"q must be fp32 or fp64, and all on the CPU, got {q.dtype} on {q.device} and {csr[0].device}"
-        )
+        raise ValueError(f"q must be fp32 or fp64, and all on the CPU, got {q.dtype} on {q.device} and {csr[0].device}")
 
 
 def _pointer(x: Tensor | None) -> int:

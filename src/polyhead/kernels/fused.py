@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from polyhead._torch import values_readable, native, under_transform
+from polyhead._torch import native, under_transform, values_readable
 from polyhead.kernels.call import Call, Result, flat, to_heads
 from polyhead.kernels.operators import differentiate_definition
 from polyhead.kernels.reference import Reference

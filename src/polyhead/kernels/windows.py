@@ -6,7 +6,7 @@ from functools import lru_cache
 
 import torch
 
-from polyhead._torch import native, values_unavailable, intercepted
+from polyhead._torch import intercepted, native, values_unavailable
 from polyhead.kernels.call import Call, Result
 from polyhead.kernels.edges_native import Native
 from polyhead.kernels.edges_torch import Edges

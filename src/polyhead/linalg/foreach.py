@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from polyhead._torch import native, values_unavailable, intercepted
+from polyhead._torch import intercepted, native, values_unavailable
 
 # Fewer numbers are not worth a second thread.
 _PARALLEL = 1 << 16

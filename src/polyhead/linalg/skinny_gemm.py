@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
-from polyhead._torch import native, values_unavailable, intercepted
+from polyhead._torch import intercepted, native, values_unavailable
 
 # More rows make a product of matrices, at which torch is good.
 ROWS = 8

@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from polyhead._torch import missing, native, values_unavailable, intercepted
+from polyhead._torch import intercepted, missing, native, values_unavailable
 from polyhead.manifold import Manifold, Stiefel
 
 # Wider matrices do not stay in a core's cache: torch is better at their products.

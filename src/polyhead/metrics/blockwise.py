@@ -14,7 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from polyhead._torch import values_unavailable, under_transform, widened, without_autocast
+from polyhead._torch import under_transform, values_unavailable, widened, without_autocast
 from polyhead.kernels.call import Call
 from polyhead.kernels.reference import scores, weights
 from polyhead.kernels.tiles import Bounds

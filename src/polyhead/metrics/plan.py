@@ -14,7 +14,7 @@ from polyhead.kernels.reference import chosen
 from polyhead.metrics import blockwise, edges, streaming
 from polyhead.metrics.blockwise import Part
 from polyhead.metrics.edges import EdgePart
-from polyhead.metrics.streaming import MOST_SUMS, PassResult, PassRequest
+from polyhead.metrics.streaming import MOST_SUMS, PassRequest, PassResult
 
 AnyPart = Part | EdgePart
 

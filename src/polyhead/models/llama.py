@@ -14,12 +14,12 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from polyhead.linalg.skinny_gemm import linear, apply_linear
+from polyhead.linalg.skinny_gemm import apply_linear, linear
 from polyhead.models import files, saving, weights
 from polyhead.models.causal import CausalModel
 from polyhead.nn import FeedForward, MultiHeadAttention, TransformerLayer
 from polyhead.nn.transformer import embedding
-from polyhead.position import Rotary, RopeScaling
+from polyhead.position import RopeScaling, Rotary
 
 
 class Config(NamedTuple):

@@ -15,12 +15,11 @@ from polyhead.neighbourhood.grid import Grid, Lattice, Offsets
 from polyhead.neighbourhood.sequence import Causal, Padding, Segments, Window
 
 # an exported program that takes a neighbourhood keeps an example of it, which torch.export.load reads as weights only
-torch.serialization.add_safe_globals(
-    [Dense, Causal, Window, Padding, Segments, Mask, Both, Graph, CSR, Grid, Offsets]
-)
+torch.serialization.add_safe_globals([Dense, Causal, Window, Padding, Segments, Mask, Both, Graph, CSR, Grid, Offsets])
 read_old_classes()
 
 __all__ = [
+    "CSR",
     "Both",
     "Causal",
     "Dense",
@@ -30,7 +29,6 @@ __all__ = [
     "Mask",
     "Neighbourhood",
     "Offsets",
-    "CSR",
     "Padding",
     "Rows",
     "Segments",

@@ -10,7 +10,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from polyhead._checks import check_tensor, kind_of
-from polyhead._torch import values_unavailable, register
+from polyhead._torch import register, values_unavailable
 
 if TYPE_CHECKING:
     from polyhead.neighbourhood.grid import Lattice

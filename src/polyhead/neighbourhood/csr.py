@@ -71,9 +71,7 @@ def check_ids(csr: CSR, sources: int, destinations: int) -> None:
             raise ValueError(f"Graph: csr.{name} must rise from 0 to {edges}, got {_some(x)}; {_REMEDY}")
     for name, x in (("edge_id", csr.edge_id), ("out_slot", csr.out_slot)):
         if bool((x.bincount(minlength=edges) != 1).any()):
-            raise ValueError(
-                f"Graph: csr.{name} must hold each number in [0, {edges}) once, got {_some(x)}; {_REMEDY}"
-            )
+            raise ValueError(f"Graph: csr.{name} must hold each number in [0, {edges}) once, got {_some(x)}; {_REMEDY}")
 
 
 _REMEDY = "make the graph anew by Graph(edge_index), and do not edit graph.csr"

@@ -62,9 +62,7 @@ class Graph(Neighbourhood):
         # sorted anew, into arrays that nobody else holds
         Graph.__init__(self, self.edge_index, size, state["features"], state["weights"])
         if not all(map(torch.equal, self.csr, given)):
-            raise ValueError(
-                "Graph: csr must be sorted by destination and by source, got another; make the graph anew"
-            )
+            raise ValueError("Graph: csr must be sorted by destination and by source, got another; make the graph anew")
         if ids is not None and (ids.shape != (self.num_edges,) or ids.is_floating_point()):
             raise ValueError(
                 f"Graph: edge_ids must be integers ({self.num_edges},), got {ids.dtype} of shape {tuple(ids.shape)}"

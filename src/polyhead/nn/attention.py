@@ -29,8 +29,15 @@ from polyhead.manifold import Manifold, Stiefel
 from polyhead.neighbourhood import Dense, Neighbourhood, neighbourhood
 from polyhead.nn import manifolds, surgery
 from polyhead.nn.cache import KeyValueCache, KeyValues
-from polyhead.nn.checks import CALL_ARGUMENTS, CONSTRUCTOR_WORDS, check_like, check_shares, check_sizes, foreign_argument_error
-from polyhead.nn.inputs import dropout_per_head, live_rows, project, dropout
+from polyhead.nn.checks import (
+    CALL_ARGUMENTS,
+    CONSTRUCTOR_WORDS,
+    check_like,
+    check_shares,
+    check_sizes,
+    foreign_argument_error,
+)
+from polyhead.nn.inputs import dropout, dropout_per_head, live_rows, project
 from polyhead.nn.unpad import Unpadding
 from polyhead.position import Position
 from polyhead.score import GAT, Dot, GATv2, Score

@@ -24,7 +24,9 @@ _COPIES = 32
 _SMALL = 1 << 17
 
 
-def live_rows(over: Neighbourhood | Tensor | None, x: Float[Tensor, "... items features"], heads: int) -> Unpadding | None:
+def live_rows(
+    over: Neighbourhood | Tensor | None, x: Float[Tensor, "... items features"], heads: int
+) -> Unpadding | None:
     """Which rows of a padded batch that attends to itself need be mapped at all; None for all."""
     over = neighbourhood(over)
     if type(over) is Dense or values_unavailable(x, *over.leaves()) or x.numel() < _SMALL:

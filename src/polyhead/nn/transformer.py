@@ -13,14 +13,14 @@ from torch import Tensor, nn
 
 from polyhead._checks import LAYERS, WrongType, check_integer, check_integers, check_numel, check_tensor, kind_of
 from polyhead._renamed import TRANSFORMER_LAYER, rename_keys
-from polyhead._torch import is_symbolic, values_unavailable, record_call, refuse_scripting
-from polyhead.linalg.skinny_gemm import linear, apply_linear
+from polyhead._torch import is_symbolic, record_call, refuse_scripting, values_unavailable
+from polyhead.linalg.skinny_gemm import apply_linear, linear
 from polyhead.neighbourhood import Causal, Neighbourhood, Padding
 from polyhead.nn.attention import MultiHeadAttention
 from polyhead.nn.cache import KeyValueCache, KeyValues, all_or_none
 from polyhead.nn.checks import check_features, check_shares, check_sizes
 from polyhead.nn.generate import Sampler, check_evaluation, check_request, generate_tokens
-from polyhead.nn.inputs import live_rows, dropout
+from polyhead.nn.inputs import dropout, live_rows
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,

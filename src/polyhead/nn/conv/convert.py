@@ -14,7 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from polyhead._checks import WrongType, check_number, check_tensor, kind_of
-from polyhead._torch import is_symbolic, values_unavailable, record_call, refuse_scripting, intercepted, widened
+from polyhead._torch import intercepted, is_symbolic, record_call, refuse_scripting, values_unavailable, widened
 from polyhead.attend import Explanation, attention_weights
 from polyhead.heads import Heads
 from polyhead.neighbourhood import Grid, Neighbourhood, Offsets

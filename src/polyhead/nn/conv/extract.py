@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from polyhead.neighbourhood.grid import written
 from polyhead.nn.conv.geometry import CONVOLUTIONS, Geometry
-from polyhead.nn.surgery import ZeroMap, AppendOne
+from polyhead.nn.surgery import AppendOne, ZeroMap
 from polyhead.position import QuadraticOffset
 from polyhead.score import Dot
 
