@@ -37,7 +37,7 @@ format: .venv/test
 	$(PYTHON) -m venv .venv
 
 # what an installation is made from: Python files are read where they lie
-PARTS := pyproject.toml constraints.txt CMakeLists.txt $(wildcard src/polyhead/kernels/csrc/*)
+PARTS := pyproject.toml constraints.txt CMakeLists.txt $(wildcard src/polyhead/kernels/csrc/*.* src/polyhead/kernels/csrc/*/*)
 
 .venv/demo: $(PARTS) | .venv/bin/python
 	$(PIP) torch

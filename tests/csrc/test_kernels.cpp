@@ -9,9 +9,9 @@
 #include "dispatch.hpp"
 #include "few.hpp"
 #include "naive.hpp"
-#include "observe.hpp"
+#include "score_stats_test.hpp"
 #include "orthonormal.hpp"
-#include "sort.hpp"
+#include "edges/sort.hpp"
 #include "windows.hpp"
 
 using namespace polyhead;

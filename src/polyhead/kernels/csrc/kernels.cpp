@@ -1,13 +1,13 @@
 // Compiled once for each instruction set, which POLYHEAD_SET names.
-#include "finite.hpp"
-#include "forward.hpp"
-#include "gather.hpp"
-#include "gradients.hpp"
-#include "grid_backward.hpp"
-#include "observe.hpp"
+#include "linalg/finite.hpp"
+#include "edges/forward.hpp"
+#include "edges/gather.hpp"
+#include "edges/gradients.hpp"
+#include "grid/backward.hpp"
+#include "score_stats.hpp"
 #include "short.hpp"
-#include "stiefel.hpp"
-#include "thin.hpp"
+#include "linalg/stiefel.hpp"
+#include "linalg/skinny_gemm.hpp"
 
 #define POLYHEAD_TEXT(x) #x
 #define POLYHEAD_NAME(x) POLYHEAD_TEXT(x)

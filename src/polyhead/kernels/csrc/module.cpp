@@ -7,7 +7,7 @@
 #include <stdexcept>
 
 #include "dispatch.hpp"
-#include "sort.hpp"
+#include "edges/sort.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;

@@ -8,9 +8,9 @@
 #include <memory>
 #include <utility>
 
-#include "finite.hpp"
-#include "hash.hpp"
-#include "math.hpp"
+#include "linalg/finite.hpp"
+#include "simd/hash.hpp"
+#include "simd/math.hpp"
 #include "problem.hpp"
 
 namespace polyhead {

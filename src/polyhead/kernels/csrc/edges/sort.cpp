@@ -1,4 +1,4 @@
-#include "sort.hpp"
+#include "edges/sort.hpp"
 
 namespace polyhead {
 namespace {

@@ -1,7 +1,7 @@
 // Which pairs dropout removes: the same integer hash as kernels/dropout.py, four pairs at a time.
 #pragma once
 
-#include "vector.hpp"
+#include "simd/vector.hpp"
 
 namespace polyhead {
 namespace {

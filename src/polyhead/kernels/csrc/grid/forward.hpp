@@ -4,9 +4,9 @@
 #include <cstdlib>
 #include <memory>
 
-#include "grid_rows.hpp"
-#include "hash.hpp"
-#include "math.hpp"
+#include "grid/rows.hpp"
+#include "simd/hash.hpp"
+#include "simd/math.hpp"
 
 // a lambda that is called from several loops
 #define POLYHEAD_ALWAYS __attribute__((always_inline))

@@ -2,7 +2,7 @@
 // with the running maximum and sum of an online softmax between blocks.
 #pragma once
 
-#include "entry.hpp"
+#include "edges/entry.hpp"
 
 namespace polyhead {
 namespace {

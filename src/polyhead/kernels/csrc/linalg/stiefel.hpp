@@ -8,8 +8,8 @@
 #include <cmath>
 #include <limits>
 
-#include "dense.hpp"
-#include "entry.hpp"
+#include "linalg/dense.hpp"
+#include "edges/entry.hpp"
 #include "problem.hpp"
 
 namespace polyhead {

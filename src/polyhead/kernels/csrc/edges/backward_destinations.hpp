@@ -1,7 +1,7 @@
 // The second half of the backward pass, by destination: dq from what the first half left.
 #pragma once
 
-#include "backward.hpp"
+#include "edges/backward.hpp"
 
 namespace polyhead {
 namespace {

@@ -6,7 +6,7 @@
 
 #include <utility>
 
-#include "vector.hpp"
+#include "simd/vector.hpp"
 
 namespace polyhead {
 namespace {

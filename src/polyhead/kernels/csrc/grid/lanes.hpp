@@ -7,7 +7,7 @@
 #include <utility>
 
 #include "problem.hpp"
-#include "vector.hpp"
+#include "simd/vector.hpp"
 
 namespace polyhead {
 namespace {

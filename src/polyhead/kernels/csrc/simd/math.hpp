@@ -1,7 +1,7 @@
 // exp and log of whole vectors.
 #pragma once
 
-#include "vector.hpp"
+#include "simd/vector.hpp"
 
 namespace polyhead {
 namespace {

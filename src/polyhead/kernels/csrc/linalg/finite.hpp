@@ -4,7 +4,7 @@
 #include <algorithm>
 
 #include "problem.hpp"
-#include "vector.hpp"
+#include "simd/vector.hpp"
 
 namespace polyhead {
 namespace {

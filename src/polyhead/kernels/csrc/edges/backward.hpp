@@ -7,7 +7,7 @@
 // a term for each edge.
 #pragma once
 
-#include "entry.hpp"
+#include "edges/entry.hpp"
 
 namespace polyhead {
 namespace {

@@ -1,7 +1,7 @@
 // A matrix times few vectors: as fast as the matrix can be read.
 #pragma once
 
-#include "math.hpp"
+#include "simd/math.hpp"
 #include "problem.hpp"
 
 namespace polyhead {

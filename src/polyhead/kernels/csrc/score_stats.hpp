@@ -3,7 +3,7 @@
 // The block comes from a matrix product; nothing here is of size queries x keys but the block itself.
 #pragma once
 
-#include "math.hpp"
+#include "simd/math.hpp"
 #include "problem.hpp"
 
 namespace polyhead {

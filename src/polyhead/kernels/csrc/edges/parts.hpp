@@ -10,7 +10,7 @@
 #include <sys/mman.h>
 #endif
 
-#include "vector.hpp"
+#include "simd/vector.hpp"
 
 namespace polyhead {
 namespace {

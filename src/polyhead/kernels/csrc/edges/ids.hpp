@@ -1,7 +1,7 @@
 // Ids of nodes and edges, in memory that others can write to: none is followed before it was checked.
 #pragma once
 
-#include "parts.hpp"
+#include "edges/parts.hpp"
 #include "problem.hpp"
 
 namespace polyhead {

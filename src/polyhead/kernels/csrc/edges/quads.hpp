@@ -2,7 +2,7 @@
 // the arithmetic between the products runs over one flat array.
 #pragma once
 
-#include "math.hpp"
+#include "simd/math.hpp"
 
 namespace polyhead {
 namespace {

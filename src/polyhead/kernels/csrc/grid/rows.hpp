@@ -4,7 +4,7 @@
 // rows that the window reaches, each turned once. How a grid is cut does not depend on the threads.
 #pragma once
 
-#include "grid_lanes.hpp"
+#include "grid/lanes.hpp"
 
 namespace polyhead {
 namespace {

@@ -1,7 +1,7 @@
 // The first half of the backward pass, by source: dk, dv, and ds for the second half.
 #pragma once
 
-#include "backward.hpp"
+#include "edges/backward.hpp"
 
 namespace polyhead {
 namespace {

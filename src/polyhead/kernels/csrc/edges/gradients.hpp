@@ -1,8 +1,8 @@
 // Both halves of the backward pass for every batch entry, and the sums over their parts.
 #pragma once
 
-#include "backward_destinations.hpp"
-#include "backward_sources.hpp"
+#include "edges/backward_destinations.hpp"
+#include "edges/backward_sources.hpp"
 
 namespace polyhead {
 namespace {

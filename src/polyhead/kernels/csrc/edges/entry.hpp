@@ -1,12 +1,12 @@
 // The arguments of one batch entry, with their type, and what both directions ask of them.
 #pragma once
 
-#include "hash.hpp"
-#include "ids.hpp"
-#include "parts.hpp"
+#include "simd/hash.hpp"
+#include "edges/ids.hpp"
+#include "edges/parts.hpp"
 #include "problem.hpp"
-#include "quads.hpp"
-#include "tiles.hpp"
+#include "edges/quads.hpp"
+#include "edges/loops.hpp"
 
 #if defined(_OPENMP)
 #include <omp.h>

@@ -5,7 +5,7 @@
 // Else the grid is swept twice, and weights are computed twice.
 #pragma once
 
-#include "grid.hpp"
+#include "grid/forward.hpp"
 
 namespace polyhead {
 namespace {

@@ -2,7 +2,7 @@
 // arithmetic.
 #pragma once
 
-#include "entry.hpp"
+#include "edges/entry.hpp"
 
 namespace polyhead {
 namespace {

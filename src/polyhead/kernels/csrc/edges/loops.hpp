@@ -2,7 +2,7 @@
 // mask. Each is specialised on the vectors in a head, and works on a block of edges.
 #pragma once
 
-#include "vector.hpp"
+#include "simd/vector.hpp"
 
 namespace polyhead {
 namespace {
