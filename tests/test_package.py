@@ -18,7 +18,7 @@ ROOT = Path(__file__).parent.parent
 def test_public_names():
     assert sorted(polyhead.__all__) == [
         "ALiBi", "Causal", "Dense", "Dot", "Euclidean", "Explanation", "GAT", "GATv2", "Graph", "Grid", "Heads", "KeyValueCache", "Manifold", "Mask", "MultiHeadAttention",
-        "Neighbourhood", "Offsets", "Padding", "Position", "QuadraticOffset", "RelativeBias", "Rotary", "Score", "Segments", "Stiefel", "RopeScaling", "Window", "attend", "attention_weights",
+        "Neighbourhood", "Offsets", "Padding", "Position", "QuadraticOffset", "RelativeBias", "RopeScaling", "Rotary", "Score", "Segments", "Stiefel", "Window", "attend", "attention_weights",
         "capture", "explain", "from_conv", "optim", "report", "self_dominance", "to_conv",
     ]  # fmt: skip
     assert all(hasattr(polyhead, name) for name in polyhead.__all__)

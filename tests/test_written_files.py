@@ -187,7 +187,7 @@ def test_half_characters_are_written(tmp_path: Path) -> None:
 WRITER = """
 import sys
 from polyhead import _files
-from polyhead.inspection.report import Page
+from polyhead.inspection.report.report import Page
 
 settle = _files.settle
 
@@ -265,7 +265,7 @@ def test_an_interrupt_leaves_nothing(error: Any, tmp_path: Path, monkeypatch: py
 
 def test_two_at_once(tmp_path: Path) -> None:
     """Whoever reads meanwhile, and afterwards, sees one of the pages, whole."""
-    script = "import sys; from polyhead.inspection.report import Page\nfor _ in range(30): Page(sys.argv[2] * 300_000).write(sys.argv[1])"
+    script = "import sys; from polyhead.inspection.report.report import Page\nfor _ in range(30): Page(sys.argv[2] * 300_000).write(sys.argv[1])"
     path = tmp_path / "page.html"
     pages = {letter * 300_000 for letter in "ab"}
     PAGE.write(path)
@@ -289,7 +289,7 @@ def run(script: str, *arguments: object) -> subprocess.CompletedProcess[str]:
 
 LIMITED = """
 import resource, signal, sys
-from polyhead.inspection.report import Page
+from polyhead.inspection.report.report import Page
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))
 try:
@@ -337,7 +337,7 @@ def test_a_disk_that_is_closed(disk: Path) -> None:
 
 AS_NOBODY = """
 import os, sys
-from polyhead.inspection.report import Page
+from polyhead.inspection.report.report import Page
 if os.geteuid() == 0:
     os.setgroups([]); os.setgid(65534); os.setuid(65534)
 try:

@@ -223,13 +223,13 @@ def test_a_size_must_be_that_of_the_matrix() -> None:
 def sorts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """How often edges were sorted: one entry a time."""
     seen: list[tuple[int, int]] = []
-    real = polyhead.neighbourhood.graph.order
+    real = polyhead.neighbourhood.graph.build_csr
 
     def counted(edge_index: Tensor, sources: int, destinations: int) -> Any:
         seen.append((sources, destinations))
         return real(edge_index, sources, destinations)
 
-    monkeypatch.setattr(polyhead.neighbourhood.graph, "order", counted)
+    monkeypatch.setattr(polyhead.neighbourhood.graph, "build_csr", counted)
     return seen
 
 

@@ -12,13 +12,13 @@ from polyhead import Causal, Graph, Grid, MultiHeadAttention, Padding, capture, 
 from polyhead.inspection import Text, captured_variance, principal_angles, rollout, subspaces
 from polyhead.inspection.analysis.ablation import (
     ablate,
+    ablate_embedding,
     causal_lm,
     embedding_change,
     importance,
     masked_lm,
     prune,
     ranked,
-    turned,
 )
 from polyhead.inspection.roles.corpus import gap, known, own_pairs, some, treebank
 from polyhead.inspection.roles.find import Subject, find, induction
@@ -223,8 +223,8 @@ EFFECTS = [
     Row("prune", "order of another layer", lambda: prune(READER, LOSS, [("nope", 0)]), "^order: nope made no attention call"),
     Row("prune", "order of another head", lambda: prune(READER, LOSS, [("layer", 9)]), r"^order: the number of a head of layer must be an integer in \[0, 2\]"),
     Row("prune", "order of numbers", lambda: prune(READER, LOSS, [3]), "^order must be", TypeError),
-    Row("turned", "by is unknown", lambda: turned(READER, READER, IDS[0], by="noise"), "^by: it is 'noise'"),
-    Row("turned", "ids is a list", lambda: turned(READER, READER, [1, 2]), "^ids must be a tensor", TypeError),
+    Row("ablate_embedding", "by is unknown", lambda: ablate_embedding(READER, READER, IDS[0], by="noise"), "^by: it is 'noise'"),
+    Row("ablate_embedding", "ids is a list", lambda: ablate_embedding(READER, READER, [1, 2]), "^ids must be a tensor", TypeError),
     *tensors("causal_lm", "ids", lambda x: causal_lm(READER, x)),
     *tensors("masked_lm", "ids", lambda x: masked_lm(READER, x, 0)),
     *integers("masked_lm", "mask_id", lambda x: masked_lm(READER, IDS, x, share=1.0), 0),

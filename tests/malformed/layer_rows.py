@@ -133,8 +133,8 @@ SURGERY = [
     Row("MultiHeadAttention.prune", "None", lambda: layer().prune(None), "^heads must be a list of integers", TypeError),
     Row("MultiHeadAttention.prune", "all heads", lambda: layer().prune([0, 1, 2]), "^heads: .*at least one must stay"),
     Row("MultiHeadAttention.prune", "half a group", lambda: layer(12, 4, kv_heads=2).prune([0]), "^heads: .*breaks up the group"),
-    Row("MultiHeadAttention.merged", "nothing to fold into", lambda: layer(combine="concat").fold_value_projection(), "^merged..: combine='concat'"),
-    Row("MultiHeadAttention.merged", "folded already", lambda: layer().fold_value_projection().fold_value_projection(), "^merged..: W_V is folded already"),
+    Row("MultiHeadAttention.fold_value_projection", "nothing to fold into", lambda: layer(combine="concat").fold_value_projection(), "^merged..: combine='concat'"),
+    Row("MultiHeadAttention.fold_value_projection", "folded already", lambda: layer().fold_value_projection().fold_value_projection(), "^merged..: W_V is folded already"),
     Row("MultiHeadAttention.manifold", "an unknown word", lambda: setattr(layer(), "manifold", "sphere"), "^manifold: it is 'sphere'"),
 ]  # fmt: skip
 

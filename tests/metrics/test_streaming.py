@@ -132,7 +132,7 @@ def test_long_inputs_are_cut_into_blocks(monkeypatch):
 def test_many_questions_are_one_pass(monkeypatch):
     part, passes = made(SIZES[1], "dense"), []
     observe = streaming.observe
-    monkeypatch.setattr(plan.stream, "observe", lambda *a, **k: passes.append(1) or observe(*a, **k))
+    monkeypatch.setattr(plan.streaming, "observe", lambda *a, **k: passes.append(1) or observe(*a, **k))
     moved = torch.rand(1, 2, 67)
     asked = [
         MetricRequest(*q) for q in (

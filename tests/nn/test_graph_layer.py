@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from polyhead import GAT, Causal, Dense, Dot, GATv2, Graph, Mask, MultiHeadAttention, Padding, Score
 from polyhead.nn import inputs
-from polyhead.nn.inputs import thinned
+from polyhead.nn.inputs import dropout
 
 PAIRS = torch.tensor([[0, 1, 2, 2, 0, 4, 3], [1, 0, 0, 1, 0, 3, 4]])
 GRAPH = Graph(PAIRS, 6)
@@ -144,7 +144,7 @@ def test_inputs_are_dropped_anew_for_each_head(sparse):
 @pytest.mark.parametrize("share", [0.1, 0.6, 0.999])
 def test_thinning_keeps_the_mean(share):
     x = torch.full((1001, 999), 3.0)
-    thin = thinned(x, share)
+    thin = dropout(x, share)
     kept = thin != 0
     expected = (share * (1 - share) / x.numel()) ** 0.5
     assert abs(kept.float().mean() - (1 - share)) < 5 * expected + 1e-5
@@ -153,7 +153,7 @@ def test_thinning_keeps_the_mean(share):
     # neighbours, which share a word of random bits, fall independently
     fell = (~kept).float().flatten()[: 4 * 10**5].view(-1, 4)
     assert (torch.corrcoef(fell.T) - torch.eye(4)).abs().max() < 0.02
-    assert thinned(torch.zeros(0, 3), share).shape == (0, 3)
+    assert dropout(torch.zeros(0, 3), share).shape == (0, 3)
 
 
 def test_query_and_key_see_the_same_dropped_input():

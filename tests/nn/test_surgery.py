@@ -123,7 +123,7 @@ def test_wrapped_projections_are_refused():
 
     mha = MultiHeadAttention(30, 6)
     mha.v_proj = Adapted(mha.v_proj)
-    for change in (mha.merged, lambda: mha.prune([0])):
+    for change in (mha.fold_value_projection, lambda: mha.prune([0])):
         with pytest.raises(ValueError, match=r"v_proj: it is Adapted; it must be a plain nn.Linear"):
             change()
     for heads in ([1.7], "1"):

@@ -13,7 +13,7 @@ from torch import nn
 from polyhead import Causal, MultiHeadAttention, Padding, Rotary, capture
 from polyhead.interop.torch_layers import layer_from_torch
 from polyhead.nn import FeedForward, KeyValues, Transformer, TransformerLayer
-from polyhead.nn.generate import Choice
+from polyhead.nn.generate import Sampler
 
 VOCAB, START, STOP = 23, 1, 2
 
@@ -421,7 +421,7 @@ def test_a_tiny_temperature_takes_the_likeliest() -> None:
 
 
 def test_top_k_of_equals_is_k() -> None:
-    drawn = Choice(1.0, top_k=2).of(torch.tensor([[1.0, 1.0, 1.0, 0.0]]).expand(300, 4))
+    drawn = Sampler(1.0, top_k=2).sample(torch.tensor([[1.0, 1.0, 1.0, 0.0]]).expand(300, 4))
     assert len(drawn.unique()) == 2
 
 

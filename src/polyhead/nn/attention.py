@@ -342,7 +342,7 @@ class MultiHeadAttention(nn.Module):
         if not (q.dtype == k.dtype == v.dtype and q.device == k.device == v.device):
             raise ValueError(
                 f"key: this memory is {k.dtype} and {v.dtype} on {k.device}, but queries are {q.dtype} on {q.device}; "
-                "project_kv again after .to(), and under the same autocast"
+                "call project_kv again after .to(), and under the same autocast"
             )
         return q, k, v
 

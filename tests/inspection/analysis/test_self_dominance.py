@@ -204,7 +204,7 @@ def test_it_is_written_in_one_line():
     assert str(found) == ("SelfDominance(shape=(2,), 1 of 2 peak on themselves, margin -1 to 2, mean weight 0.575)")
     assert repr(self_dominance(torch.zeros(0, 3, 2))) == "SelfDominance(shape=(0, 3))"
     assert isinstance(found, SelfDominance)
-    assert polyhead.inspection.analysis.self_dominance is self_dominance
+    assert polyhead.inspection.self_dominance is self_dominance
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import torch
 from report_examples import CARDS, ROLES, TEXT, layer
 
 from polyhead import ALiBi, Causal, Graph, MultiHeadAttention, Padding, Window
-from polyhead.inspection.report import record as records
+from polyhead.inspection.report.report import record as records
 from polyhead.inspection.report.report import report
 from polyhead.inspection.roles.roles import Card
 from polyhead.inspection.roles.text import Text
@@ -203,7 +203,7 @@ def test_a_graph_has_edges(monkeypatch):
     assert np.array_equal(array(page, given["arrays"]["edges"]), edges.numpy())
     assert np.allclose(array(page, given["arrays"]["weights"]), heads.weights[1], atol=1e-6)
     monkeypatch.setattr(records, "EDGES", 3)
-    monkeypatch.setattr(importlib.import_module("polyhead.inspection.report"), "EDGES", 3)
+    monkeypatch.setattr(importlib.import_module("polyhead.inspection.report.report"), "EDGES", 3)
     cut = content(report(heads))
     assert cut["layers"][0]["arrays"]["weights"]["shape"] == [4, 3]
     assert cut["notes"] == ["attention: the 3 strongest of 5 edges were kept."]

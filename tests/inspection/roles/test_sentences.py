@@ -75,7 +75,7 @@ def _sentence(block: str) -> Sentence:
     return Sentence(dict(comments), [_word(line) for line in lines if not line.startswith("#")])
 
 
-TEXT = (files("polyhead.inspection") / "sentences.conllu").read_text(encoding="utf-8")
+TEXT = (files("polyhead.inspection.roles") / "sentences.conllu").read_text(encoding="utf-8")
 SENTENCES = [_sentence(block) for block in TEXT.removesuffix("\n\n").split("\n\n")]
 WORDS = [(sentence, word) for sentence in SENTENCES for word in sentence.words]
 

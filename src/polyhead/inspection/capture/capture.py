@@ -43,7 +43,7 @@ def capture(
 ) -> Iterator[Capture]:
     """Record every attention call of a model, as it runs: `with capture(model) as seen: model(x)`.
 
-    Capture are `MultiHeadAttention`, `attend`, `F.scaled_dot_product_attention` (so transformers' models as they come),
+    Recorded are `MultiHeadAttention`, `attend`, `F.scaled_dot_product_attention` (so transformers' models as they come),
     `nn.MultiheadAttention` and the torch modules made of it. Results do not change, and no queries x keys is built.
 
     Args:

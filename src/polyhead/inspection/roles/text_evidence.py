@@ -18,7 +18,7 @@ from polyhead.metrics.edges import EdgePart
 
 # So many words of a long text are looked at, evenly apart; and so many numbers make a block of weights.
 _WORDS, _BLOCK = 512, 1 << 22
-# ImageStats at one of fewer other words is no choice; and one is looked at if it has clearly more than an even share.
+# Looking at one of fewer other words is no choice; and one is looked at if it has clearly more than an even share.
 _CHOICE, _CLEARLY = 4, 1.5
 # Added to scores, as good as a mask: transformers adds the lowest number there is.
 _MASKED = -1e4
