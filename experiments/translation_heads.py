@@ -60,7 +60,7 @@ class Task(NamedTuple):
 
 def attention(model: Transformer, kind: str, layer: int) -> MultiHeadAttention:
     side, which = kind.split()
-    return model.get_submodule(f"{side}.{layer}.{which}")  # type: ignore[return-value]
+    return model.get_submodule(f"{side}.{layer}.{which}_attn")  # type: ignore[return-value]
 
 
 @contextmanager

@@ -9,7 +9,15 @@ from malformed_row import INF, LARGEST, NAN, Row, integers, numbers, tensors
 from torch import nn
 
 from polyhead import Causal, Graph, Grid, MultiHeadAttention, Padding, capture, report, self_dominance
-from polyhead.inspection import Text, captured_variance, principal_angles, rollout, subspaces
+from polyhead.inspection import (
+    Text,
+    add_text_evidence,
+    captured_variance,
+    positional,
+    principal_angles,
+    rollout,
+    subspaces,
+)
 from polyhead.inspection.analysis.ablation import (
     ablate,
     ablate_embedding,
@@ -207,10 +215,16 @@ class Reader(nn.Module):
         return self.layer(self.words(ids), over=Causal())[0]
 
 
+VIEW = MultiHeadAttention(16, 4)(torch.randn(1, 5, 16))[1]
 READER = Reader()
 LOSS = lambda: READER(IDS).sum()
 EFFECTS = [
     Row("ablate", "by is unknown", lambda: ablate(READER, LOSS, by="noise"), "^by: it is 'noise'; it must be"),
+    Row("positional", "heads is a number", lambda: positional(3), "^heads must be a Heads, or a mapping", TypeError),
+    Row("positional", "text is a string", lambda: positional(VIEW, "text"), "^text must be a Text or None, got", TypeError),
+    Row("positional", "batch is too large", lambda: positional(VIEW, batch=7), "^batch: it is 7; there are 1 rows"),
+    Row("add_text_evidence", "found is a number", lambda: add_text_evidence(3, VIEW), "^found must be a Found", TypeError),
+    Row("add_text_evidence", "heads is a number", lambda: add_text_evidence(positional(VIEW), 3), "^heads must be a Heads", TypeError),
     Row("ablate", "loss returns a list", lambda: ablate(READER, lambda: [1.0]), "^loss: it returned list"),
     Row("ablate", "loss returns many", lambda: ablate(READER, lambda: READER(IDS)), "^loss: it returned"),
     Row("ablate", "loss is a number", lambda: ablate(READER, 3), "^loss must be a function", TypeError),

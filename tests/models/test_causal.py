@@ -227,7 +227,11 @@ def test_stretched_turns_are_transformers(transformers: Any, kind: str, factor: 
 
 
 def test_turns_that_cannot_be_stretched() -> None:
-    for bad in ({"factor": 0.0}, {"factor": 2.0, "trained": 0}, {"factor": 2.0, "trained": 8, "low": 4.0}):
+    for bad in (
+        {"factor": 0.0},
+        {"factor": 2.0, "original_length": 0},
+        {"factor": 2.0, "original_length": 8, "low": 4.0},
+    ):
         with pytest.raises(ValueError, match="RopeScaling: "):
             RopeScaling(**bad)
     with pytest.raises(ValueError, match=r"Rotary: base must be a number in \(0, inf\), got 0"):

@@ -12,7 +12,7 @@ import torch
 from report_examples import CARDS, ROLES, TEXT, layer
 
 from polyhead import ALiBi, Causal, Graph, MultiHeadAttention, Padding, Window
-from polyhead.inspection.report.report import record as records
+from polyhead.inspection.report import record as records
 from polyhead.inspection.report.report import report
 from polyhead.inspection.roles.roles import Card
 from polyhead.inspection.roles.text import Text

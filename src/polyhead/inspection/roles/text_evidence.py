@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from polyhead._checks import WrongType, kind_of
 from polyhead.heads import Heads
 from polyhead.inspection.roles.corpus import Sentence
 from polyhead.inspection.roles.probes import Count, places, strongest, targets
@@ -38,6 +39,7 @@ def positional(heads: Heads | Mapping[str, Heads], text: Text | None = None, *, 
         text: what was read; without it every token counts as a word, and none as special.
         batch: which row of the batch.
     """
+    _check(heads, text)
     looks = _looks(heads, text, batch)
     return Found.of_all(_with_pairs([card for cards in _cards(looks) for card in cards], looks))
 
@@ -62,11 +64,23 @@ def add_text_evidence(
         sentence: what the text's words have to do with each other, where that is known (`corpus.known`): then a role of pairs shows
             the strongest of its own pairs; else it shows none.
     """
+    if not isinstance(found, Found):
+        raise WrongType(f"found must be a Found, as `find` returns it, got {kind_of(found)}")
+    _check(heads, text)
     if sentence is not None and (text is None or sentence.words != text.words):
         raise ValueError(f"sentence: its words are {' '.join(sentence.words)!r:.80}; they must be those of the text")
     looks = _looks(heads, text, batch, sentence)
     _, one_word = _cards(looks)
     return Found.of_all(_with_pairs([*found.measured, *one_word], looks), found.notes)
+
+
+def _check(heads: object, text: object) -> None:
+    if not isinstance(heads, (Heads, Mapping)):
+        raise WrongType(
+            f"heads must be a Heads, or a mapping of names to Heads as `capture` returns it, got {kind_of(heads)}"
+        )
+    if not (text is None or isinstance(text, Text)):
+        raise WrongType(f"text must be a Text or None, got {kind_of(text)}")
 
 
 def allowed(heads: Heads, at: Int[Tensor, " queries"], batch: int = 0) -> Bool[Tensor, "queries keys"]:
