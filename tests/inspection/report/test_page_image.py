@@ -15,7 +15,8 @@ from report_examples import TEXT, layer
 
 from polyhead import Graph
 from polyhead.inspection.analysis.image_stats import looking
-from polyhead.inspection.report.report import image_layout, report
+from polyhead.inspection.report import image_layout
+from polyhead.inspection.report.report import report
 from polyhead.neighbourhood import Grid, Offsets
 
 PHOTO = torch.rand(3, 40, 56, generator=torch.Generator().manual_seed(0))
