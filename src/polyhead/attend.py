@@ -262,10 +262,8 @@ def _seed(seed: Tensor | int, device: torch.device) -> Int[Tensor, ""]:
 
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
-    if (
-        not (type(q) is type(k) is type(v) is Tensor and q.layout is k.layout is v.layout is torch.strided)
-        or q.is_nested
-    ):
+    plain = type(q) is type(k) is type(v) is Tensor and q.layout is k.layout is v.layout is torch.strided
+    if not plain or q.is_nested or k.is_nested or v.is_nested:
         for name, x in (("q", q), ("k", k), ("v", v)):
             check_tensor(name, x, "(..., heads, items, dim)")
     qs, ks, vs = q.shape, k.shape, v.shape

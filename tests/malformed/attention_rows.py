@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import numpy as np
 import torch
 from malformed_row import HEADS, INF, LARGEST, NAN, Row, integers, numbers, tensors
@@ -34,6 +36,14 @@ GRAPH = Graph(PAIRS)
 ON_GRAPH = torch.randn(4, 3, 8)
 
 
+def strided_nested() -> torch.Tensor:
+    """A nested tensor whose layout is that of a dense one."""
+    with warnings.catch_warnings():
+        # torch calls them a prototype
+        warnings.simplefilter("ignore")
+        return torch.nested.nested_tensor([X[0], X[1]])
+
+
 def to(q=X, k=X, v=X, **options):
     return attend(q, k, v, **options)
 
@@ -43,6 +53,10 @@ ATTEND = [
     *tensors("attend", "k", lambda x: to(k=x)),
     *tensors("attend", "v", lambda x: to(v=x)),
     Row("attend", "q has two axes", lambda: to(q=X[0, 0]), r"^q: its shape is \(5, 8\); it must be"),
+    *(
+        Row("attend", f"{name} is nested", lambda name=name: to(**{name: strided_nested()}), f"^{name} must be a dense tensor .*nested")
+        for name in ("k", "v")
+    ),
     Row("attend", "q is nested", lambda: to(q=torch.nested.nested_tensor([X[0], X[1]], layout=torch.jagged)), "^q must be a dense tensor .*nested"),
     Row("attend", "q is int", lambda: to(X.int(), X.int(), X.int()), "^q, k and v must be of one dtype, .* got torch.int32"),
     Row("attend", "q is complex", lambda: to(*[X.cfloat()] * 3), "^q, k and v must be of one dtype, .* got torch.complex64"),
