@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from benchmarks.case import Case, Results, Side, Sides, grad, inference
 from polyhead import Padding
 from polyhead.interop.huggingface import register
-from polyhead.interop.torch_layers import layer_from_torch
+from polyhead.interop.torch_transformer_layers import layer_from_torch
 from polyhead.linalg.skinny_gemm import linear
 from polyhead.models import Bert, Gpt
 from polyhead.nn import FeedForward, Transformer, TransformerLayer

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from torch import Tensor
 
 from polyhead import Padding
-from polyhead.inspection.roles.text import Text
+from polyhead.inspection.roles.word_attention import Text
 
 SPLITS = ("train", "val", "test_2016_flickr")
 START, STOP, UNKNOWN = range(3)

@@ -41,7 +41,7 @@ from torch import Tensor
 from translation import TEST, Run, add_settings, chosen_settings, translated
 
 from polyhead import MultiHeadAttention, capture, report
-from polyhead.inspection.roles.text import Text, by_word
+from polyhead.inspection.roles.word_attention import Text, by_word
 from polyhead.nn import Transformer
 
 KINDS = ("encoder self", "decoder self", "decoder cross")

@@ -11,7 +11,7 @@ import torch
 from fuzz.calls import check_call
 from fuzz.hashing import stays
 from fuzz.neighbourhoods import Part, Sizes, build, draw_parts
-from fuzz.placings import along_sequence, draw_position
+from fuzz.position_setup import along_sequence, draw_position
 from fuzz.run import Report
 from fuzz.setup import CallCase, Places, draw_call
 from polyhead.kernels import ALONG_KEYS

@@ -12,7 +12,7 @@ from fuzz.calls import check_call
 from fuzz.edges import KINDS, Made, build_graph, check_graph, draw_filter, draw_pairs
 from fuzz.hashing import stays
 from fuzz.neighbourhoods import Part
-from fuzz.placings import along_sequence, draw_position
+from fuzz.position_setup import along_sequence, draw_position
 from fuzz.run import Report
 from fuzz.setup import CallCase, Places, draw_call
 from polyhead.kernels import ALONG_EDGES

@@ -13,7 +13,7 @@ from fuzz.calls import check_call
 from fuzz.grids import Points, draw_grid_position, offsets_mask, on_grid, points, window_mask
 from fuzz.hashing import stays
 from fuzz.neighbourhoods import Drawn, Part, Sizes, build, draw_part
-from fuzz.placings import along_sequence, draw_position
+from fuzz.position_setup import along_sequence, draw_position
 from fuzz.run import Report
 from fuzz.setup import CallCase, Places, draw_call
 from polyhead import Grid, Offsets

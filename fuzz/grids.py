@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fuzz.oracle import Inputs
-from fuzz.placings import Placing
+from fuzz.position_setup import Placing
 from fuzz.positions import along_axes
 from fuzz.scores import parameter
 from polyhead import Position, QuadraticOffset, RelativeBias, Rotary

@@ -11,7 +11,7 @@ from fuzz import scores
 from fuzz.case import Case as BaseCase
 from fuzz.layer_ways import WAYS, inputs, make
 from fuzz.neighbourhoods import Part, draw_parts
-from fuzz.placings import draw_position
+from fuzz.position_setup import draw_position
 from fuzz.run import Report
 
 

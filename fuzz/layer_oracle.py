@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fuzz import scores
 from fuzz.oracle import Inputs, softmax
-from fuzz.placings import Placing
+from fuzz.position_setup import Placing
 from fuzz.positions import rotate
 
 

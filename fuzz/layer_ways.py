@@ -16,7 +16,7 @@ from fuzz.hashing import stays
 from fuzz.layer_oracle import Around, Seen, Shape, compute, differentiated
 from fuzz.neighbourhoods import Sizes, build
 from fuzz.oracle import Inputs
-from fuzz.placings import along_sequence
+from fuzz.position_setup import along_sequence
 from fuzz.tensors import DTYPES, numbers
 from polyhead import GAT, Causal, Dot, GATv2, Graph, MultiHeadAttention, Neighbourhood
 

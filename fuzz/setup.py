@@ -17,7 +17,7 @@ from fuzz.case import Case
 from fuzz.metrics import draw_metrics
 from fuzz.neighbourhoods import Part
 from fuzz.oracle import Inputs, Problem, Rounding
-from fuzz.placings import Placing
+from fuzz.position_setup import Placing
 from fuzz.positions import rotate
 from fuzz.tensors import DTYPES, NUMBERS, Layout, draw_layout, layout, numbers
 from polyhead import Neighbourhood

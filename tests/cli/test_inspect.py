@@ -11,7 +11,7 @@ import torch
 from polyhead.cli import inspect
 from polyhead.cli.main import main
 from polyhead.inspection.roles import corpus, find
-from polyhead.models import files
+from polyhead.models import checkpoint_files as files
 from polyhead.models.pretrained import DEFAULT
 
 if not files.places(DEFAULT) or not all(map(importlib.util.find_spec, ("rich", "safetensors", "tokenizers"))):

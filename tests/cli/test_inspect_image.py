@@ -21,7 +21,7 @@ from PIL import Image
 
 from polyhead.cli.inspect_image import Row, _summary
 from polyhead.cli.main import main
-from polyhead.inspection.vision import read_image, seeing
+from polyhead.inspection.vision_loading import read_image, seeing
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
 

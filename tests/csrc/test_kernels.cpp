@@ -7,12 +7,12 @@
 #include <vector>
 
 #include "dispatch.hpp"
-#include "few.hpp"
+#include "short_test.hpp"
 #include "naive.hpp"
 #include "score_stats_test.hpp"
-#include "orthonormal.hpp"
+#include "stiefel_test.hpp"
 #include "edges/sort.hpp"
-#include "windows.hpp"
+#include "grid_test.hpp"
 
 using namespace polyhead;
 using naive::Answer;

@@ -11,7 +11,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from polyhead import Graph, MultiHeadAttention, Padding
 from polyhead.metrics import blockwise
 from polyhead.neighbourhood import Grid, Offsets
-from polyhead.picture import pixels
+from polyhead.plots import pixels
 
 TAPS = [(-1, 0), (0, 0), (2, 1)]
 

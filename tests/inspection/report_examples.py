@@ -4,7 +4,7 @@ import torch
 
 from polyhead import MultiHeadAttention
 from polyhead.inspection.roles.roles import Card
-from polyhead.inspection.roles.text import Text
+from polyhead.inspection.roles.word_attention import Text
 
 WORDS = ("The", "unlikely", "cat", "ran", "away")
 TEXT = Text(("[CLS]", "the", "un", "##likely", "cat", "ran", "away", "[SEP]"), (None, 0, 1, 1, 2, 3, 4, None), WORDS)

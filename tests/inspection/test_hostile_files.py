@@ -49,7 +49,7 @@ KINDS = {
 READERS = """
 from polyhead.cli.inspect import _read
 from polyhead.inspection.roles.corpus import gap, own_pairs, treebank
-from polyhead.inspection.vision import read_image
+from polyhead.inspection.vision_loading import read_image
 readers = {"treebank": treebank, "gap": gap, "pairs": own_pairs, "text": _read, "image": read_image}
 
 def call(path):
@@ -145,7 +145,7 @@ def png(width, height):
 
 @pytest.mark.parametrize("size", [(12_000, 10_001), (10**5, 10**5), (2**31 - 1, 2**31 - 1), (2**31 - 1, 1)])
 def test_images_of_too_many_pixels(size, tmp_path):
-    vision = pytest.importorskip("polyhead.inspection.vision")
+    vision = pytest.importorskip("polyhead.inspection.vision_loading")
     pytest.importorskip("PIL", reason="pip install 'polyhead[inspect]'")
     (tmp_path / "image.png").write_bytes(png(*size))
     with pytest.raises(ValueError, match=r"image: .*image\.png cannot be read as an image: .*(pixels|exceeds limit)"):
@@ -153,7 +153,7 @@ def test_images_of_too_many_pixels(size, tmp_path):
 
 
 def test_images_that_another_program_would_read(tmp_path):
-    vision = pytest.importorskip("polyhead.inspection.vision")
+    vision = pytest.importorskip("polyhead.inspection.vision_loading")
     pytest.importorskip("PIL", reason="pip install 'polyhead[inspect]'")
     (tmp_path / "image.png").write_text("%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n%%EndComments\n%%EOF\n")
     with pytest.raises(ValueError, match=r"image\.png cannot be read as an image: it is of no kind that Pillow knows"):
@@ -196,7 +196,7 @@ def configure(folder, **fields):
     ],
 )  # fmt: skip
 def test_models_of_transformers(fields, message, folder):
-    from polyhead.inspection.loading import of_transformers
+    from polyhead.inspection.model_loading import of_transformers
 
     assert not of_transformers(str(folder)).training
     configure(folder, **fields)
@@ -205,7 +205,7 @@ def test_models_of_transformers(fields, message, folder):
 
 
 def test_weights_that_are_not_there(folder):
-    from polyhead.inspection.loading import of_transformers
+    from polyhead.inspection.model_loading import of_transformers
 
     header = b'{"__metadata__":{"format":"pt"}}'
     (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
@@ -232,7 +232,7 @@ def test_weights_that_are_not_there(folder):
     ],
 )
 def test_how_images_are_prepared(content, message, tmp_path):
-    from polyhead.inspection.vision import _prepared
+    from polyhead.inspection.vision_loading import _prepared
 
     (tmp_path / "preprocessor_config.json").write_text(content)
     with pytest.raises(ValueError, match=rf"preprocessor_config\.json: {message}"):

@@ -21,10 +21,10 @@ from transformers import AttentionInterface, AttentionMaskInterface, AutoModelFo
 
 import polyhead
 from polyhead.interop import huggingface
-from polyhead.interop.huggingface import masks
+from polyhead.interop.huggingface import mask_function as masks
 from polyhead.interop.huggingface.attention import attention
-from polyhead.interop.huggingface.lazy import Allowed, BoolMask, LazyMask
-from polyhead.interop.huggingface.masks import mask
+from polyhead.interop.huggingface.lazy_mask import Allowed, BoolMask, LazyMask
+from polyhead.interop.huggingface.mask_function import mask
 
 CLOSE = {"atol": 1e-4, "rtol": 1e-4}
 

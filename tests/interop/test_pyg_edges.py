@@ -36,7 +36,7 @@ import polyhead.kernels.edges_native
 import polyhead.kernels.edges_torch
 import polyhead.neighbourhood.graph
 from polyhead.interop import pyg as interop
-from polyhead.interop.pyg import edges as kept_edges
+from polyhead.interop.pyg import edge_index as kept_edges
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Sparse CS. tensor support is in beta:UserWarning"),

@@ -31,7 +31,7 @@ from polyhead import (
     attend,
 )
 from polyhead._torch import native
-from polyhead.interop.pyg.edges import of_loops
+from polyhead.interop.pyg.edge_index import of_loops
 from polyhead.kernels import Call
 from polyhead.metrics import blockwise
 from polyhead.metrics.blockwise import Part

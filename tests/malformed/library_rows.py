@@ -18,7 +18,7 @@ from polyhead.interop.huggingface.attention import attention
 from polyhead.interop.julia import layer_from_julia, layer_to_julia
 from polyhead.interop.pyg import GATConv, GATv2Conv, TransformerConv
 from polyhead.interop.torch import MultiheadAttention, from_torch, to_torch
-from polyhead.interop.torch_layers import layer_from_torch
+from polyhead.interop.torch_transformer_layers import layer_from_torch
 from polyhead.models import Bert, Gpt, Llama, Tokenizer, Tokens, load
 from polyhead.models.bert import Config as BertConfig
 from polyhead.models.gpt import Config as GptConfig

@@ -40,7 +40,7 @@ WITHOUT_ARGUMENTS = {
 # Modules whose functions are public without a list of their names.
 FUNCTIONS = (
     "polyhead.inspection.roles.corpus", "polyhead.inspection.analysis.ablation", "polyhead.inspection.roles.find", "polyhead.interop.torch",
-    "polyhead.interop.torch_layers", "polyhead.interop.julia",
+    "polyhead.interop.torch_transformer_layers", "polyhead.interop.julia",
 )  # fmt: skip
 
 

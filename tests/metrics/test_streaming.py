@@ -7,9 +7,10 @@ from torch.testing import assert_close
 from polyhead import ALiBi, Causal, Dot, GATv2, Padding, Segments, Window
 from polyhead._torch import native
 from polyhead.attend import prepare
-from polyhead.metrics import blockwise, plan, streaming
+from polyhead.metrics import blockwise, streaming
+from polyhead.metrics import compute as plan
 from polyhead.metrics.blockwise import Part
-from polyhead.metrics.plan import MetricRequest, compute
+from polyhead.metrics.compute import MetricRequest, compute
 
 pytestmark = pytest.mark.skipif(native is None, reason="there are no C++ kernels: the streamed pass is NOT tested")
 

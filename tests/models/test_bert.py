@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from polyhead import Causal, Padding, models
-from polyhead.models import Bert, files
+from polyhead.models import Bert
+from polyhead.models import checkpoint_files as files
 from polyhead.models.bert import SIZES, Config
 from polyhead.models.pretrained import DEFAULT
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import polyhead
 from polyhead import Causal, Padding, Segments
 from polyhead.models import Gpt, Llama, gpt, llama
-from polyhead.models.causal import CausalModel
+from polyhead.models.causal_model import CausalModel
 from polyhead.position import RopeScaling, Rotary
 
 GPT = gpt.Config(d_model=15, heads=3, layers=2, d_feedforward=23, vocab=101, positions=137)
@@ -245,7 +245,7 @@ def test_turns_that_cannot_be_stretched() -> None:
 @pytest.mark.parametrize("size", gpt.SIZES | llama.SIZES)
 def test_sizes_are_transformers(transformers: Any, size: str) -> None:
     """Counted the same by transformers, from the config.json that such a model would have."""
-    from polyhead.models import files
+    from polyhead.models import checkpoint_files as files
 
     if size in gpt.SIZES:
         config, fields, kind = gpt.SIZES[size], files.named(gpt.FIELDS, gpt.SIZES[size]), "GPT2LMHeadModel"

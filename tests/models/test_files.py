@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 
 from polyhead import models
-from polyhead.models import Bert, Gpt, Llama, files, weights
+from polyhead.models import Bert, Gpt, Llama
+from polyhead.models import checkpoint_files as files
+from polyhead.models import checkpoint_reading as weights
 from polyhead.models.bert import FIELDS, NAMES, Config
 from polyhead.models.gpt import Config as GptConfig
 from polyhead.models.llama import Config as LlamaConfig

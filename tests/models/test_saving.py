@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from polyhead import Padding
-from polyhead.models import Bert, Gpt, Llama, bert, files, gpt, llama
+from polyhead.models import Bert, Gpt, Llama, bert, gpt, llama
+from polyhead.models import checkpoint_files as files
 from polyhead.position import RopeScaling
 
 saving = pytest.importorskip("safetensors.torch", reason="pip install 'polyhead[inspect]'")

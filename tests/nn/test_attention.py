@@ -91,8 +91,8 @@ def test_padded_queries_get_zero_where_they_are_keys():
 
 @pytest.mark.parametrize("training", [True, False])
 def test_projecting_only_real_rows_changes_nothing(training, monkeypatch):
-    monkeypatch.setattr("polyhead.nn.inputs._SMALL", 0)
-    monkeypatch.setattr("polyhead.nn.inputs._COPIES", 0)
+    monkeypatch.setattr("polyhead.nn.projection_inputs._SMALL", 0)
+    monkeypatch.setattr("polyhead.nn.projection_inputs._COPIES", 0)
     mha = layer(kv_heads=3, dropout=0.0).train(training)
     x = torch.randn(3, 11, 30, requires_grad=True)
     keep = torch.arange(11) < torch.tensor([3, 9, 0])[:, None]

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 
 from polyhead import GAT, Causal, Dense, Dot, GATv2, Graph, Mask, MultiHeadAttention, Padding, Score
-from polyhead.nn import inputs
-from polyhead.nn.inputs import dropout
+from polyhead.nn import projection_inputs as inputs
+from polyhead.nn.projection_inputs import dropout
 
 PAIRS = torch.tensor([[0, 1, 2, 2, 0, 4, 3], [1, 0, 0, 1, 0, 3, 4]])
 GRAPH = Graph(PAIRS, 6)

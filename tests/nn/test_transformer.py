@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from polyhead import Causal, MultiHeadAttention, Padding, Rotary, capture
-from polyhead.interop.torch_layers import layer_from_torch
+from polyhead.interop.torch_transformer_layers import layer_from_torch
 from polyhead.nn import FeedForward, KeyValues, Transformer, TransformerLayer
 from polyhead.nn.generate import Sampler
 
@@ -93,8 +93,8 @@ def test_leaving_padded_rows_out_changes_no_real_row(norm_first: bool, monkeypat
     wanted, gradients = run()
     mapped = []
     ours.feedforward.register_forward_pre_hook(lambda _, given: mapped.append(given[0].shape))
-    monkeypatch.setattr("polyhead.nn.inputs._SMALL", 0)
-    monkeypatch.setattr("polyhead.nn.inputs._COPIES", 0)
+    monkeypatch.setattr("polyhead.nn.projection_inputs._SMALL", 0)
+    monkeypatch.setattr("polyhead.nn.projection_inputs._COPIES", 0)
     found, own = run()
     assert mapped == [(13 + 2 + 0 + 5 + 1, 12)]
     torch.testing.assert_close(found, wanted)

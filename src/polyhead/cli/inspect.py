@@ -15,13 +15,13 @@ from polyhead import _files, _limits
 from polyhead.cli.inspect_image import inspect_image
 from polyhead.inspection.analysis import ablation
 from polyhead.inspection.capture.capture import NOTHING_SEEN, Capture, capture
-from polyhead.inspection.loading import Loaded, load
+from polyhead.inspection.model_loading import Loaded, load
 from polyhead.inspection.report.report import report
 from polyhead.inspection.roles import corpus, headline
 from polyhead.inspection.roles.find import Subject, find
 from polyhead.inspection.roles.roles import NO_ROLE, ROLES, Card, Found
-from polyhead.inspection.roles.text import Text
 from polyhead.inspection.roles.text_evidence import add_text_evidence
+from polyhead.inspection.roles.word_attention import Text
 from polyhead.models import Tokens
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from polyhead.inspection.analysis.image_stats import looking
 from polyhead.inspection.capture.capture import Capture, capture
 from polyhead.inspection.report.image_layout import imaged
 from polyhead.inspection.report.report import report
-from polyhead.inspection.vision import read_image, seeing
+from polyhead.inspection.vision_loading import read_image, seeing
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -15,7 +15,7 @@ from torch import nn
 
 from polyhead._checks import check_integer
 from polyhead.models import bert, gpt, llama
-from polyhead.models.causal import CausalModel
+from polyhead.models.causal_model import CausalModel
 from polyhead.nn import TransformerLayer
 
 _UNITS = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}

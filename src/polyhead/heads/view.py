@@ -14,17 +14,17 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from polyhead._checks import WrongType, check_integer, kind_of
+from polyhead.heads.grid_view import At, averaged_around, drawn_around, drawn_from, points_of
+from polyhead.heads.indexing import Index, chosen, narrowed, one, pick
 from polyhead.heads.origin import WATCHED, WEIGHTS_NEED, Origin, versions
-from polyhead.heads.parts import Index, chosen, narrowed, one, pick
-from polyhead.heads.points import At, averaged_around, drawn_around, drawn_from, points_of
-from polyhead.heads.tensor import AsTensor
+from polyhead.heads.tensor_interface import AsTensor
 from polyhead.kernels import Call
 from polyhead.metrics import blockwise
 from polyhead.metrics.blockwise import Part
+from polyhead.metrics.compute import AnyPart, MetricRequest, Place, compute, mass_question
 from polyhead.metrics.edges import EdgePart
-from polyhead.metrics.plan import AnyPart, MetricRequest, Place, compute, mass_question
 from polyhead.neighbourhood import Graph, broadcasts
-from polyhead.picture import html, plot
+from polyhead.plots import html, plot
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -10,8 +10,8 @@ from polyhead.inspection.report.report import Page, report
 from polyhead.inspection.roles import corpus
 from polyhead.inspection.roles.find import Subject, find, induction
 from polyhead.inspection.roles.roles import ROLES
-from polyhead.inspection.roles.text import Text
 from polyhead.inspection.roles.text_evidence import add_text_evidence, positional
+from polyhead.inspection.roles.word_attention import Text
 
 __all__ = [
     "METRICS",

@@ -9,7 +9,7 @@ from polyhead.kernels.offsets import AtOffsets
 from polyhead.kernels.reference import Reference
 from polyhead.kernels.short import Short
 from polyhead.kernels.tiled import Tiled
-from polyhead.kernels.windows import Pairs
+from polyhead.kernels.windows_as_graph import Pairs
 from polyhead.neighbourhood import Graph, Grid, Offsets
 
 ALONG_KEYS: tuple[Kernel, ...] = (Fused(), Short(), Tiled(), Reference())

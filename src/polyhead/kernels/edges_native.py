@@ -16,8 +16,8 @@ from polyhead._torch import missing, native, under_transform, values_readable
 from polyhead.kernels.call import Call, Result, flat, to_heads
 from polyhead.kernels.dropout import threshold
 from polyhead.kernels.edges_torch import Edges
-from polyhead.kernels.operands import check_operand
-from polyhead.kernels.operators import define_attention
+from polyhead.kernels.operand_checks import check_operand
+from polyhead.kernels.operator_registration import define_attention
 from polyhead.linalg.foreach import finite
 from polyhead.neighbourhood import CSR, Graph
 from polyhead.neighbourhood.csr import check_form, check_ids

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from polyhead._torch import native, under_transform, values_readable
 from polyhead.kernels.call import Call, Result, flat, to_heads
-from polyhead.kernels.operators import differentiate_definition
+from polyhead.kernels.operator_registration import differentiate_definition
 from polyhead.kernels.reference import Reference
 from polyhead.linalg.foreach import small_finite
 from polyhead.neighbourhood import Causal, Dense

@@ -18,8 +18,8 @@ from polyhead.kernels.call import Call, Result, axes, flat, room, to_heads
 from polyhead.kernels.dropout import threshold
 from polyhead.kernels.fused import refuses, strided
 from polyhead.kernels.offsets import attend_gathered
-from polyhead.kernels.operands import check_native_operands, check_operand
-from polyhead.kernels.operators import define_attention
+from polyhead.kernels.operand_checks import check_native_operands, check_operand
+from polyhead.kernels.operator_registration import define_attention
 from polyhead.neighbourhood import Grid
 from polyhead.score import Dot
 

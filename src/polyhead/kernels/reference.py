@@ -9,9 +9,9 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from polyhead._torch import values_readable, without_autocast
-from polyhead.kernels.allowed import dots, scored_apart, weighted_sum
 from polyhead.kernels.call import Call, Result, to_heads
 from polyhead.kernels.dropout import keeps
+from polyhead.kernels.nan_safe_products import dots, scored_apart, weighted_sum
 from polyhead.linalg.foreach import finite
 from polyhead.neighbourhood import Graph, Mask
 from polyhead.score import Dot

@@ -16,8 +16,8 @@ from polyhead._torch import missing, native
 from polyhead.kernels.call import Call, Result, axes, flat, intervals, room, to_heads
 from polyhead.kernels.dropout import threshold
 from polyhead.kernels.fused import refuses, strided
-from polyhead.kernels.operands import check_native_operands, check_operand
-from polyhead.kernels.operators import define_attention
+from polyhead.kernels.operand_checks import check_native_operands, check_operand
+from polyhead.kernels.operator_registration import define_attention
 from polyhead.kernels.reference import attend_intervals
 from polyhead.score import Dot
 

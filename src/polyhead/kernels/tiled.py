@@ -15,12 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from polyhead._torch import widened
-from polyhead.kernels.allowed import weighted_sum
 from polyhead.kernels.call import Call, Result, flat, intervals, rows
 from polyhead.kernels.dropout import keeps
 from polyhead.kernels.fused import comparable, even, flash, nan_kept, refuses, strided, with_positive_scale
-from polyhead.kernels.operands import check_operand, check_operands
-from polyhead.kernels.operators import define_attention
+from polyhead.kernels.nan_safe_products import weighted_sum
+from polyhead.kernels.operand_checks import check_operand, check_operands
+from polyhead.kernels.operator_registration import define_attention
 from polyhead.kernels.reference import attend_intervals
 from polyhead.kernels.tiles import Tile, plan
 from polyhead.linalg.foreach import finite

@@ -4,6 +4,6 @@ from polyhead.models.bert import Bert
 from polyhead.models.gpt import Gpt
 from polyhead.models.llama import Llama
 from polyhead.models.pretrained import Pretrained, default, load
-from polyhead.models.tokens import Tokenizer, Tokens
+from polyhead.models.tokenizer import Tokenizer, Tokens
 
 __all__ = ["Bert", "Gpt", "Llama", "Pretrained", "Tokenizer", "Tokens", "default", "load"]

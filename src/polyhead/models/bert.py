@@ -16,8 +16,10 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from polyhead._checks import kind_of
-from polyhead.models import files, saving, weights
-from polyhead.models.tokens import check_length
+from polyhead.models import checkpoint_files as files
+from polyhead.models import checkpoint_reading as weights
+from polyhead.models import checkpoint_writing as saving
+from polyhead.models.tokenizer import check_length
 from polyhead.neighbourhood import Neighbourhood
 from polyhead.nn import FeedForward, MultiHeadAttention, TransformerLayer
 from polyhead.nn.transformer import ACTIVATIONS, check_ids, embedding

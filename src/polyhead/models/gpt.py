@@ -15,8 +15,10 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from polyhead.linalg.skinny_gemm import linear
-from polyhead.models import files, saving, weights
-from polyhead.models.causal import CausalModel
+from polyhead.models import checkpoint_files as files
+from polyhead.models import checkpoint_reading as weights
+from polyhead.models import checkpoint_writing as saving
+from polyhead.models.causal_model import CausalModel
 from polyhead.nn import FeedForward, MultiHeadAttention, TransformerLayer
 from polyhead.nn.transformer import embedding
 from polyhead.score import Dot

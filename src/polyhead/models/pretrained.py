@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 import torch
 
-from polyhead.models import files
+from polyhead.models import checkpoint_files as files
 from polyhead.models.bert import Bert
 from polyhead.models.gpt import Gpt
 from polyhead.models.llama import Llama
-from polyhead.models.tokens import Tokenizer
+from polyhead.models.tokenizer import Tokenizer
 
 # the `model_type` of config.json -> what reads it
 ARCHITECTURES: dict[str, type[Bert] | type[Gpt] | type[Llama]] = {

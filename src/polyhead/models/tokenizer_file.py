@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from polyhead import _files, _limits
-from polyhead.models import files
+from polyhead.models import checkpoint_files as files
 
 # How many times longer, in bytes of UTF-8, a text may become. Of Unicode's forms it is known; around an ideograph there come spaces;
 # a byte or a space becomes a letter of two bytes or three, and a word may get one in front. What is not listed counts as the strongest.

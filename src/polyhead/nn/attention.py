@@ -27,7 +27,8 @@ from polyhead.heads import Heads, Origin
 from polyhead.kernels.call import Call
 from polyhead.manifold import Manifold, Stiefel
 from polyhead.neighbourhood import Dense, Neighbourhood, neighbourhood
-from polyhead.nn import manifolds, surgery
+from polyhead.nn import surgery
+from polyhead.nn import weight_manifolds as manifolds
 from polyhead.nn.cache import KeyValueCache, KeyValues
 from polyhead.nn.checks import (
     CALL_ARGUMENTS,
@@ -37,7 +38,7 @@ from polyhead.nn.checks import (
     check_sizes,
     foreign_argument_error,
 )
-from polyhead.nn.inputs import dropout, dropout_per_head, live_rows, project
+from polyhead.nn.projection_inputs import dropout, dropout_per_head, live_rows, project
 from polyhead.nn.unpad import Unpadding
 from polyhead.position import Position
 from polyhead.score import GAT, Dot, GATv2, Score

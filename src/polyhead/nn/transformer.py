@@ -20,7 +20,7 @@ from polyhead.nn.attention import MultiHeadAttention
 from polyhead.nn.cache import KeyValueCache, KeyValues, all_or_none
 from polyhead.nn.checks import check_features, check_shares, check_sizes
 from polyhead.nn.generate import Sampler, check_evaluation, check_request, generate_tokens
-from polyhead.nn.inputs import dropout, live_rows
+from polyhead.nn.projection_inputs import dropout, live_rows
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,

@@ -13,7 +13,7 @@ from report_examples import CARDS, ROLES, TEXT, layer
 from polyhead import Causal, Graph
 from polyhead.inspection.report.report import report
 from polyhead.inspection.roles.roles import Card
-from polyhead.inspection.roles.text import Text, by_word
+from polyhead.inspection.roles.word_attention import Text, by_word
 
 # Hovering takes less than 50 ms on a machine that does nothing else; a test may share its own.
 HOVER_MS = 250

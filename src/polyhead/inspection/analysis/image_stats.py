@@ -10,7 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from polyhead.heads import Heads
-from polyhead.heads.points import Points
+from polyhead.heads.grid_view import Points
 
 # Numbers in one block of weights.
 _BLOCK = 1 << 22

@@ -9,7 +9,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from polyhead.heads import Heads, Metric
-from polyhead.metrics.plan import Place
+from polyhead.metrics.compute import Place
 
 METRICS: tuple[Metric, ...] = (
     "entropy",

@@ -13,11 +13,11 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from polyhead.heads import Heads
-from polyhead.heads.points import Points, points_of
+from polyhead.heads.grid_view import Points, points_of
 from polyhead.inspection.analysis.image_stats import blocks, looking
-from polyhead.inspection.roles.text import Text
+from polyhead.inspection.roles.word_attention import Text
 from polyhead.neighbourhood import Lattice
-from polyhead.picture import pixels, png, shrunk
+from polyhead.plots import pixels, png, shrunk
 
 # What the weights of all heads may take together, in bytes before compression: 144 heads over 14 x 14 patches fit.
 _WEIGHTS = 6_000_000

@@ -15,17 +15,17 @@ from polyhead import _files
 from polyhead._checks import WrongType, kind_of, shown
 from polyhead.heads import Heads
 from polyhead.inspection.report.image_layout import blank, coarse, embedded, entire, imaged
-from polyhead.inspection.report.record import EDGES, Blobs, Layer, layer_of, layers_record, telling
+from polyhead.inspection.report.page_data import EDGES, Blobs, Layer, layer_of, layers_record, telling
 from polyhead.inspection.roles.roles import Card
-from polyhead.inspection.roles.text import Text
+from polyhead.inspection.roles.word_attention import Text
 
 Texts = Text | tuple[Text, Text]
 # Words, or what a tokenizer gives: anything with pieces, word_of and words.
 Readable = Any
 # In the order in which they are joined: each uses what stands before it.
 _SCRIPTS = (
-    "data.js", "colour.js", "state.js", "levels.js", "draw.js", "mosaic.js", "sentence.js", "heat.js", "head.js", "how.js",
-    "vectors.js", "graph.js", "image.js", "export.js", "keys.js", "main.js",
+    "data.js", "colour.js", "state.js", "words_and_pieces.js", "drawing_helpers.js", "mosaic.js", "sentence.js", "heatmap.js", "head_panel.js", "weight_explanation.js",
+    "output_vectors.js", "graph.js", "image.js", "export.js", "input.js", "main.js",
 )  # fmt: skip
 
 

@@ -15,10 +15,10 @@ from polyhead.heads import Heads
 from polyhead.inspection.analysis.ablation import Progress
 from polyhead.inspection.capture.capture import NOTHING_SEEN, Capture, capture
 from polyhead.inspection.roles.corpus import Sentence, shipped
-from polyhead.inspection.roles.probes import Count, Joined, places
+from polyhead.inspection.roles.role_scores import Count, Joined, places
 from polyhead.inspection.roles.roles import ROLES, Card, Found, Role, cards_of, own_role
-from polyhead.inspection.roles.text import Text, by_word
 from polyhead.inspection.roles.text_evidence import allowed
+from polyhead.inspection.roles.word_attention import Text, by_word
 from polyhead.models import Tokens
 
 Where = list[tuple[int, int]]

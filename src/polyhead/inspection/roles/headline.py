@@ -9,7 +9,7 @@ import torch
 
 from polyhead.heads import Heads
 from polyhead.inspection.roles.roles import Card, Found
-from polyhead.inspection.roles.text import Text, by_word
+from polyhead.inspection.roles.word_attention import Text, by_word
 
 
 class Resting(NamedTuple):

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from statistics import NormalDist
 from typing import Literal, NamedTuple
 
-from polyhead.inspection.roles.probes import Count, Relation
+from polyhead.inspection.roles.role_scores import Count, Relation
 
 Probe = Literal["place", "spread", "one word", "induction", "pairs"]
 NO_ROLE = "no role: nothing stands out"

@@ -12,9 +12,9 @@ from torch import Tensor
 from polyhead._checks import WrongType, kind_of
 from polyhead.heads import Heads
 from polyhead.inspection.roles.corpus import Sentence
-from polyhead.inspection.roles.probes import Count, places, strongest, targets
+from polyhead.inspection.roles.role_scores import Count, places, strongest, targets
 from polyhead.inspection.roles.roles import ROLES, Card, Found, cards_of
-from polyhead.inspection.roles.text import Text, by_word
+from polyhead.inspection.roles.word_attention import Text, by_word
 from polyhead.metrics.edges import EdgePart
 
 # So many words of a long text are looked at, evenly apart; and so many numbers make a block of weights.

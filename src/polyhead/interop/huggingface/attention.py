@@ -10,9 +10,9 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from polyhead.attend import prepare, run
-from polyhead.interop.huggingface.lazy import BoolMask, LazyMask
-from polyhead.interop.huggingface.masks import learn, mask
-from polyhead.interop.huggingface.support import NAME, guard
+from polyhead.interop.huggingface.lazy_mask import BoolMask, LazyMask
+from polyhead.interop.huggingface.mask_function import learn, mask
+from polyhead.interop.huggingface.model_support import NAME, guard
 from polyhead.kernels.reference import weights
 from polyhead.neighbourhood import Causal, Neighbourhood, Window
 from polyhead.score import Dot, Score

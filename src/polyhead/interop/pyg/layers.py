@@ -11,9 +11,9 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from polyhead._checks import is_integer
-from polyhead.interop.pyg import checkpoints
-from polyhead.interop.pyg.conv import Conv, Inputs, Returned
-from polyhead.interop.pyg.edges import REDUCTIONS, Fill, of_loops, read
+from polyhead.interop.pyg import old_parameter_names as checkpoints
+from polyhead.interop.pyg.attention_conv import Conv, Inputs, Returned
+from polyhead.interop.pyg.edge_index import REDUCTIONS, Fill, of_loops, read
 from polyhead.interop.pyg.linear import Linear, glorot
 from polyhead.neighbourhood import Graph
 from polyhead.score import GAT, Dot, GATv2, Score

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from polyhead import _files
-from polyhead.models import files
-from polyhead.models.weights import renamed
+from polyhead.models import checkpoint_files as files
+from polyhead.models.checkpoint_reading import renamed
 
 
 def named_tensors(model: nn.Module, fresh: nn.Module, names: Mapping[str, str]) -> dict[str, Tensor]:

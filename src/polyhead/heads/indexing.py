@@ -11,7 +11,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from polyhead._checks import as_tensor, shown
-from polyhead.metrics.plan import AnyPart
+from polyhead.metrics.compute import AnyPart
 from polyhead.neighbourhood import Graph
 
 Index = int | slice | Sequence[int] | Tensor

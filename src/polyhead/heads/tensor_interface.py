@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from polyhead.heads.parts import chosen, narrowed, one
-from polyhead.metrics.plan import AnyPart
+from polyhead.heads.indexing import chosen, narrowed, one
+from polyhead.metrics.compute import AnyPart
 
 if TYPE_CHECKING:
     import numpy as np

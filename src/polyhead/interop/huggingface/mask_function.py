@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from polyhead._torch import values_unavailable
-from polyhead.interop.huggingface.lazy import Allowed, BoolMask, LazyMask
+from polyhead.interop.huggingface.lazy_mask import Allowed, BoolMask, LazyMask
 from polyhead.neighbourhood import Causal, Dense, Neighbourhood, Padding, Segments, Window
 
 

@@ -20,7 +20,7 @@ from polyhead._checks import (
     shown,
 )
 from polyhead.attend import prepare, run
-from polyhead.interop.pyg.edges import (
+from polyhead.interop.pyg.edge_index import (
     Edges,
     as_matrix,
     check_stated_size,

@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from polyhead import _limits, models
-from polyhead.models import Tokenizer, files
+from polyhead.models import Tokenizer
+from polyhead.models import checkpoint_files as files
 from polyhead.models.pretrained import ARCHITECTURES
 
 # parameters that checkpoints leave out, such as a pooler's

@@ -15,8 +15,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from polyhead import _files, _limits
-from polyhead.inspection.loading import beside, folder_or_id, of_transformers
-from polyhead.models import files
+from polyhead.inspection.model_loading import beside, folder_or_id, of_transformers
+from polyhead.models import checkpoint_files as files
 
 # What transformers writes, and under which key it says how images are prepared; the former wins, as it does there.
 _PREPARING = (("processor_config.json", "image_processor"), ("preprocessor_config.json", None))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from polyhead import _limits
-from polyhead.models import files
+from polyhead.models import checkpoint_files as files
 
 # what a file system takes as a name
 _LONGEST_NAME = 255

@@ -13,12 +13,12 @@ from torch import Tensor
 from polyhead._checks import check_integer, check_integers, is_integer, shown
 from polyhead.metrics import blockwise
 from polyhead.metrics.blockwise import Part
+from polyhead.metrics.compute import AnyPart
 from polyhead.metrics.edges import EdgePart
-from polyhead.metrics.plan import AnyPart
 from polyhead.neighbourhood import Lattice
 from polyhead.neighbourhood.grid import points as grid_points
 from polyhead.neighbourhood.grid import written
-from polyhead.picture import Asking, plot_around, plot_over
+from polyhead.plots import Asking, plot_around, plot_over
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

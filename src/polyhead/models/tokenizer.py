@@ -14,7 +14,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from polyhead._checks import WrongType, check_integer, check_integers, kind_of
-from polyhead.models import files
+from polyhead.models import checkpoint_files as files
 from polyhead.models.tokenizer_file import Encoder
 
 _WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)

@@ -11,7 +11,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from polyhead._checks import kind_of
-from polyhead.models.tokens import check_length
+from polyhead.models.tokenizer import check_length
 from polyhead.neighbourhood import Causal, Neighbourhood, Padding, Window, neighbourhood
 from polyhead.neighbourhood.base import Both
 from polyhead.nn import KeyValueCache, TransformerLayer

@@ -17,7 +17,7 @@ from polyhead._checks import check_integer
 from polyhead.heads import Heads
 from polyhead.inspection.report import image_layout
 from polyhead.inspection.report.image_layout import ImageLayout
-from polyhead.inspection.roles.text import Text
+from polyhead.inspection.roles.word_attention import Text
 from polyhead.kernels.reference import scores
 from polyhead.metrics.edges import EdgePart
 from polyhead.score import Dot
