@@ -1,1 +1,1 @@
-"""Polyhead beside its peers and beside the floor: `python -m benchmarks`."""
+"""Polyhead compared with its peers and with the floor: `python -m benchmarks`."""

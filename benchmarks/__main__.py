@@ -1,4 +1,4 @@
-"""`python -m benchmarks [NAMES…] [--json FILE] [--repeats N]`: run cases, print their lines, keep them as JSON."""
+"""`python -m benchmarks [NAMES…] [--json FILE] [--repeats N]`: run cases, print a line per case, write them as JSON."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from polyhead import _files
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run what is asked for and can run here; 1 where a case has failed, or none can."""
+    """Run the requested cases that can run here; return 1 if a case failed, or if none can run."""
     parser = _parser()
     arguments = parser.parse_args(argv)
     try:
@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(str(error))
     if arguments.json is not None:
         try:
-            _files.target(arguments.json, "--json")
+            _files.resolve_writable_path(arguments.json, "--json")
         except (OSError, ValueError) as error:
             parser.error(str(error))
     cases = _present(cases)
@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _present(cases: Sequence[Case]) -> list[Case]:
-    """The cases that have what they need. Why the others are left out is told on stderr, once a reason."""
+    """The cases whose requirements are met. The others are listed on stderr, once per reason."""
     left_out: dict[str, list[str]] = {}
     present = []
     for case in cases:
@@ -60,12 +60,12 @@ def _present(cases: Sequence[Case]) -> list[Case]:
         else:
             left_out.setdefault(reason, []).append(case.name)
     for reason, names in left_out.items():
-        print(f"LEFT OUT: {', '.join(names)}\n  {reason}", file=sys.stderr, flush=True)
+        print(f"SKIPPED: {', '.join(names)}\n  {reason}", file=sys.stderr, flush=True)
     return present
 
 
 def run(cases: Sequence[Case], repeats: int | None) -> list[Line]:
-    """Measure each case and print its line as it comes; one that fails gives an error in place of a line."""
+    """Measure each case and print its line; a case that fails gives an error instead of a line."""
     widths = [max(len(name), *(len(text) for text in texts)) for name, *texts in _columns(cases)]
     print(_aligned([name for name, *_ in _columns(cases)], widths), flush=True)
     lines = []
@@ -83,21 +83,24 @@ def run(cases: Sequence[Case], repeats: int | None) -> list[Line]:
 
 
 def write(file: Path, lines: Sequence[Line]) -> None:
-    """Write the lines as JSON: the whole file or none."""
+    """Write the lines as JSON, atomically."""
     text = json.dumps([dataclasses.asdict(line) for line in lines], indent=1) + "\n"
-    _files.write_whole(file, text.encode(), "json")
+    _files.write_atomically(file, text.encode(), "json")
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks",
-        description="Polyhead beside its peers and beside the floor. A case has a number only if its results are equal.",
+        description="Compare Polyhead with its peers and with the floor. A case is timed only if its results are equal.",
     )
     known = ", ".join(TABLES)
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"a table ({known}) or a part of cases' names")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"a table ({known}), or a part of the names of cases")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the lines as a list of objects")
     parser.add_argument(
-        "--repeats", type=_positive, metavar="N", help="rounds of each case, instead of some seconds' worth"
+        "--repeats",
+        type=_positive,
+        metavar="N",
+        help="number of rounds per case; default: as many as fit into some seconds",
     )
     return parser
 
@@ -105,7 +108,7 @@ def _parser() -> argparse.ArgumentParser:
 def _positive(text: str) -> int:
     number = int(text)
     if number < 1:
-        raise argparse.ArgumentTypeError(f"it is {number}; it must be 1 or more")
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {number}")
     return number
 
 
@@ -124,7 +127,7 @@ def _cpu() -> str:
 
 
 def _columns(cases: Sequence[Case]) -> list[list[str]]:
-    """The columns' names, each with what is known beforehand to stand in it, or with something as wide."""
+    """The names of the columns, each with its known contents or with a text as wide as any."""
     number = "99999.999"
     return [
         ["case", *(case.name for case in cases)],
@@ -157,7 +160,7 @@ def _texts(line: Line) -> list[str]:
 
 
 def _aligned(texts: Sequence[str], widths: Sequence[int]) -> str:
-    """Names to the left, numbers to the right."""
+    """Left-align names, right-align numbers."""
     words = {0, 2}
     return "  ".join(
         text.ljust(width) if i in words else text.rjust(width)

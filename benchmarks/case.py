@@ -1,4 +1,4 @@
-"""One case of a table: what is set up, what is timed, and what must be equal before a number is shown."""
+"""One case of a table: its set-up, the timed work, and the results that must be equal first."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ Forward = Callable[[], Tensor]
 
 
 class CaseError(Exception):
-    """A case has no number: its results differ, or a part of it failed."""
+    """A case has no result: the implementations differ, or one failed."""
 
 
 class Results(NamedTuple):
-    """What is compared: the output, and the gradients by name (those that are zero but for rounding join a larger one)."""
+    """The compared results: the output, and the gradients by name (one that is only rounding error is joined with a larger one)."""
 
     output: Tensor
     gradients: dict[str, Tensor]
@@ -25,23 +25,23 @@ class Results(NamedTuple):
 
 @dataclass(frozen=True)
 class Side:
-    """One implementation, ready to run on weights and inputs that are made."""
+    """One implementation, with its weights and inputs."""
 
     run: Forward
-    """The work that is timed; it returns the output."""
+    """The timed work; returns the output."""
     reveal: Callable[[Tensor], Results]
-    """What to compare of a run that has just ended; not timed."""
+    """Returns the results of the last run for comparison; not timed."""
 
 
 @dataclass(frozen=True)
 class Sides:
-    """The implementations of one case. Of several floors and bounds the fastest counts."""
+    """The implementations of one case. The fastest of several floors and bounds counts."""
 
     ours: Side
     peer: Side
     floors: tuple[Side, ...] = ()
     bounds: tuple[Forward, ...] = ()
-    """Floors that do a part of the work only: they are timed, and there is nothing to compare."""
+    """Floors that do only a part of the work: timed, but not compared."""
 
     def all(self) -> tuple[Side, ...]:
         return self.ours, self.peer, *self.floors
@@ -51,30 +51,30 @@ class Sides:
 
 
 def nothing() -> None:
-    """Nothing is lacking: the case runs anywhere."""
+    """No requirement: the case runs anywhere."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A line of a table."""
+    """One line of a table."""
 
     name: str
     peer: str
-    """What the peer is, for the reader."""
+    """The name of the peer."""
     setup: Callable[[], Sides] = field(repr=False)
-    """Makes weights and inputs, the same each time."""
+    """Creates weights and inputs, deterministically."""
     tolerance: float = 1e-4
     lacks: Callable[[], str | None] = field(default=nothing, repr=False)
-    """What it needs and does not find here: it is then left out."""
+    """The missing requirement, if any: the case is then skipped."""
 
 
 def whole(out: Tensor) -> Tensor:
-    """All of an output is compared."""
+    """Compare the whole output."""
     return out
 
 
 def inference(forward: Forward, seen: Callable[[Tensor], Tensor] = whole) -> Side:
-    """The forward pass alone; `seen` is the part of the output that is compared."""
+    """The forward pass only; `seen` selects the part of the output to compare."""
 
     def run() -> Tensor:
         with torch.no_grad():
@@ -96,7 +96,7 @@ def training(
     loss: Callable[[Tensor], Tensor] = mean_square,
     seen: Callable[[Tensor], Tensor] = whole,
 ) -> Side:
-    """Forward and backward. The gradients of `leaves` are cleared each time; `gradients` tells those that are compared."""
+    """Forward and backward. The gradients of `leaves` are cleared each time; `gradients` returns those to compare."""
     cleared = tuple(leaves)
 
     def run() -> Tensor:
@@ -110,7 +110,7 @@ def training(
 
 
 def grad(leaf: Tensor) -> Tensor:
-    """The gradient that a backward pass has left."""
+    """The gradient of a leaf after the backward pass."""
     if leaf.grad is None:
         raise CaseError(f"a leaf of shape {tuple(leaf.shape)} has no gradient")
     return leaf.grad

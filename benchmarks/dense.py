@@ -1,4 +1,4 @@
-"""The table `dense`: the layer, bands, padding and the cache beside torch's own."""
+"""The table `dense`: the layer, windows, padding and the cache, compared with torch."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ STEPS = 4096
 
 @dataclass(frozen=True)
 class Projections:
-    """The maps as one implementation holds them: W_Q, W_K, W_V, W_O, the first three apart or stacked."""
+    """The projections of one implementation: W_Q, W_K, W_V, W_O, the first three separate or stacked."""
 
     weights: tuple[Tensor, ...]
     biases: tuple[Tensor, ...]
@@ -42,20 +42,20 @@ class Projections:
         return *self.weights, *self.biases
 
     def gradients(self) -> dict[str, Tensor]:
-        """By map. The biases are one: that of the keys changes nothing, so that its gradient is rounding alone."""
+        """By projection. The biases are joined: that of the keys has no effect, so its gradient is rounding error."""
         by_map = torch.cat([grad(weight) for weight in self.weights]).chunk(4)
         biases = torch.cat([grad(bias) for bias in self.biases])
         return {**dict(zip(("W_Q", "W_K", "W_V", "W_O"), by_map, strict=True)), "the biases": biases}
 
     def copied(self) -> Projections:
-        """The same numbers in tensors of their own."""
+        """Copies in separate tensors."""
         return Projections(
             tuple(_own(weight) for weight in self.weights),
             tuple(_own(bias) for bias in self.biases),
         )
 
     def stacked(self) -> Projections:
-        """The same numbers, those of W_Q, W_K, W_V in one tensor."""
+        """Copies, with W_Q, W_K and W_V in one tensor."""
         *weights, w_o = self.weights
         *biases, b_o = self.biases
         return Projections((torch.cat(weights), w_o), (torch.cat(biases), b_o)).copied()
@@ -66,7 +66,7 @@ def _own(x: Tensor) -> Tensor:
 
 
 def _layer(shape: Shape) -> tuple[MultiHeadAttention, Projections, Tensor]:
-    """Our layer with biases that are not zero, its maps, and an input."""
+    """Our layer with nonzero biases, its projections, and an input."""
     torch.manual_seed(0)
     batch, tokens, d_model, heads = shape
     layer = MultiHeadAttention(d_model, heads)
@@ -107,7 +107,7 @@ def _side(
     loss: Callable[[Tensor], Tensor] = mean_square,
     seen: Callable[[Tensor], Tensor] = whole,
 ) -> Side:
-    """A whole layer: the forward pass, or with the gradients of the input and of all maps."""
+    """A whole layer: the forward pass, or also the gradients of the input and of all projections."""
     if not train:
         return inference(forward, seen)
     leaves = (x, *maps.leaves())
@@ -129,7 +129,7 @@ def _against_torch(shape: Shape, train: bool, need_weights: bool) -> Sides:
 
 
 def _padded(train: bool) -> Sides:
-    """Lengths are uniform and, drawn in pairs, half of the tokens in the mean. Padded tokens are no part of the loss."""
+    """Lengths are uniform, in pairs that sum to the full length, so half of the tokens are real. The loss excludes padding."""
     layer, maps, x = _layer(PADDED)
     batch, tokens, _, heads = PADDED
     drawn = torch.randint(1, tokens, (batch // 2,))
@@ -148,7 +148,7 @@ def _padded(train: bool) -> Sides:
 
 
 def _operands(tokens: int, train: bool) -> list[Tensor]:
-    """q, k and v of 12 heads x 64; a shorter one is the beginning of a longer."""
+    """q, k and v of 12 heads x 64; shorter ones are prefixes of longer ones."""
     torch.manual_seed(0)
     # (tokens, 1, heads, dim) -> (1, heads, tokens, dim)
     drawn = (torch.randn(LONGEST, 1, 12, 64)[:tokens].permute(1, 2, 0, 3) for _ in range(3))
@@ -182,7 +182,7 @@ def _narrow(train: bool) -> Sides:
 
 
 def _band_and_its_half(tokens: int, train: bool) -> Sides:
-    """Ours beside ours at half the length. What lies further than the reach before the half's end is equal."""
+    """Ours compared with ours at half the length, up to the window's reach before the end of the half."""
     half = tokens // 2
     common = slice(0, half - 2 * REACH)
 
@@ -193,14 +193,14 @@ def _band_and_its_half(tokens: int, train: bool) -> Sides:
         if not train:
             return inference(forward, seen)
         gradients = lambda: {"q": seen(grad(q)), "k": seen(grad(k)), "v": seen(grad(v))}
-        # a sum: a mean would shrink with the length
+        # a sum, because a mean would shrink with the length
         return training(forward, (q, k, v), gradients, loss=lambda out: out.square().sum(), seen=seen)
 
     return Sides(side(tokens), side(half))
 
 
 def _step(length: int) -> Sides:
-    """The step that makes the cache `length` long, after all those before it, one token at a time."""
+    """The step that extends the cache to `length`, after all earlier steps of one token each."""
     layer, maps, sequence = _layer((1, STEPS, 768, 12))
     layer.eval()
     cache = layer.cache(1, STEPS)
@@ -218,7 +218,7 @@ def _step(length: int) -> Sides:
 
     def in_place(out: Tensor) -> Tensor:
         if places != {_place(cache)}:
-            raise CaseError(f"the cache has been copied: it was at {places} and is at {_place(cache)}")
+            raise CaseError(f"the cache has been copied: it was at {places} and is now at {_place(cache)}")
         return out
 
     past_k, past_v = _past(maps, sequence[:, : length - 1], 12)
@@ -238,7 +238,7 @@ def _step(length: int) -> Sides:
 
 
 def _place(cache: KeyValueCache) -> tuple[int, int]:
-    """Where a cache that is not empty lies in memory."""
+    """The memory address of a cache that is not empty."""
     return cache.k.data_ptr(), cache.v.data_ptr()
 
 
@@ -248,7 +248,7 @@ def _projected(maps: Projections, x: Tensor, heads: int) -> tuple[Tensor, ...]:
 
 @torch.no_grad()
 def _past(maps: Projections, x: Tensor, heads: int) -> list[Tensor]:
-    """The keys and values of the tokens so far, at once."""
+    """The keys and values of all tokens so far, at once."""
     return [y.contiguous() for y in _projected(maps, x, heads)[1:]]
 
 

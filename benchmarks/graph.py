@@ -1,7 +1,6 @@
-"""The tables `graph` and `graph-compiled`: GATv2 and GAT as whole layers, with their projections, beside PyG's.
+"""The tables `graph` and `graph-compiled`: GATv2 and GAT as whole layers, with projections, compared with PyG.
 
-PyG's layers are called as they are, and after `torch.compile`, which makes them several times as fast once it has compiled
-them. The floor of inference is `gather_sum`: a C++ loop that only sums the rows of each node's sources.
+PyG's layers run unchanged, or after `torch.compile`, which makes them several times as fast once it has compiled them. The floor of inference is `gather_sum`: a C++ loop that only sums the rows of each node's sources.
 """
 
 from __future__ import annotations
@@ -22,20 +21,20 @@ from benchmarks.case import Case, CaseError, Results, Side, Sides, grad, inferen
 from benchmarks.graphs import WORKLOADS, Workload, drawn, gather_sum, no_kernels, random_graph
 from polyhead import Graph, MultiHeadAttention
 
-# Sums of up to 20,000 numbers in fp32, in another order than PyG's, differ by some √20,000 · 2⁻²⁴ = 8e-6 of their size;
-# sizes are about 1. A wrong edge or weight changes the third digit.
+# Sums of up to 20,000 numbers in fp32, in another order than PyG's, differ by about √20,000 · 2⁻²⁴ = 8e-6 of their size,
+# which is about 1. A wrong edge or weight changes the third digit.
 TOLERANCE = 5e-5
 HANDFUL = 4
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A score, PyG's layer of it, and how PyG names our parameters."""
+    """A score, the layer of PyG for it, and the names of the parameters in PyG."""
 
     score: Literal["gatv2", "gat"]
     conv: str
     names: dict[str, str]
-    """Ours, by PyG's."""
+    """Our names by PyG's."""
 
 
 GATV2 = Kind(
@@ -64,27 +63,27 @@ KINDS = (GATV2, GAT)
 
 
 def no_pyg() -> str | None:
-    """What is told where PyG is missing."""
+    """The reason why a case is skipped without PyG."""
     try:
         importlib.import_module("torch_geometric")
     except ImportError:
-        return "PyG is not installed, and it is the peer: pip install torch_geometric"
+        return "the peer, PyG, is not installed: pip install torch_geometric"
     return None
 
 
 def no_compiler() -> str | None:
-    """What is told where `torch.compile` has nothing to compile with."""
+    """The reason why a case is skipped without a compiler for `torch.compile`."""
     known = (os.environ.get("CXX", "g++"), "clang++")
-    return None if any(map(shutil.which, known)) else "torch.compile needs a C++ compiler, and there is none"
+    return None if any(map(shutil.which, known)) else "torch.compile needs a C++ compiler, and none was found"
 
 
 @torch.no_grad()
 def our_layer(kind: Kind, workload: Workload, x: Tensor) -> MultiHeadAttention:
-    """Our layer. Biases are not zero, and what is projected is of size one: else Cora's weights would be all alike."""
+    """Our layer. Biases are not zero, and projections have unit variance; otherwise all weights on Cora would be equal."""
     torch.manual_seed(1)
     layer = MultiHeadAttention(x.shape[1], workload.heads, head_dim=workload.dim, score=kind.score, combine="concat")
     if kind is GAT:
-        # PyG's projection has none
+        # PyG's projection has no bias
         layer.k_proj.register_parameter("bias", None)
     assert {name for name, _ in layer.named_parameters()} == {*kind.names.values()}
     for linear in (layer.k_proj, layer.q_proj):
@@ -97,34 +96,34 @@ def our_layer(kind: Kind, workload: Workload, x: Tensor) -> MultiHeadAttention:
 
 
 def pyg_layer(kind: Kind, layer: MultiHeadAttention) -> Any:
-    """PyG's layer with the same numbers in parameters of its own."""
+    """PyG's layer with copies of the same parameters."""
     make = getattr(importlib.import_module("torch_geometric.nn"), kind.conv)
     conv = make(layer.d_model, layer.head_dim, heads=layer.num_heads, add_self_loops=False)
     ours = dict(layer.named_parameters())
     theirs = dict(conv.named_parameters())
     assert theirs.keys() == kind.names.keys()
     conv.load_state_dict({name: ours[kind.names[name]].reshape(own.shape) for name, own in theirs.items()})
-    # what is imported at a first call is no call's memory
+    # imports at the first call do not count as memory of a call
     conv(torch.zeros(1, layer.d_model), torch.zeros(2, 1, dtype=torch.long)).sum().backward()
     conv.zero_grad()
     return conv
 
 
 def checked(layer: MultiHeadAttention, x: Tensor, graph: Graph) -> MultiHeadAttention:
-    """The layer, if it is the C++ kernel that is timed."""
+    """The layer, after a check that the C++ kernel is used."""
     explanation = layer.explain(x, over=graph)
-    if explanation.kernel != "native":
-        raise CaseError(f"ours does not run in C++ but as {explanation}")
+    if explanation.kernel != "edges_native":
+        raise CaseError(f"ours must run in the C++ kernel, got {explanation}")
     return layer
 
 
 def by_destination(edge_index: Tensor) -> Tensor:
-    """The edges as PyG is fastest with them: about a tenth is gained, and no more by an `EdgeIndex` or sparse matrix."""
+    """The edges sorted for PyG, which is about a tenth faster; an `EdgeIndex` or a sparse matrix gains no more."""
     return edge_index[:, edge_index[1].argsort(stable=True)].contiguous()
 
 
 def _side(forward: Callable[[], Tensor], parameters: dict[str, Tensor], x: Tensor, train: bool) -> Side:
-    """A whole layer: the forward pass, or with the gradients of the input and of all parameters, flat, by our names."""
+    """A whole layer: the forward pass, or also the gradients of the input and of all parameters, flat, by our names."""
     if not train:
         return inference(forward)
     gradients = lambda: {"x": grad(x), **{name: grad(parameter).flatten() for name, parameter in parameters.items()}}
@@ -142,7 +141,7 @@ def against_pyg(kind: Kind, workload: Workload, train: bool, compiled: bool = Fa
     call = torch.compile(conv) if compiled else conv
     peer = _side(lambda: call(x, edges), theirs, x, train)
     if compiled:
-        # it compiles at the first call, which is no call's time or memory
+        # compilation at the first call does not count as time or memory of a call
         peer.run()
         x.grad = None
         conv.zero_grad()
@@ -153,7 +152,7 @@ def against_pyg(kind: Kind, workload: Workload, train: bool, compiled: bool = Fa
 
 
 def new_graphs(kind: Kind, workload: Workload) -> Sides:
-    """Inference on another graph at every call, out of a handful: ours has to sort its edges first."""
+    """Inference on a different graph in every call, from a few: ours has to sort the edges first."""
     edge_index, x = workload.make()
     nodes, edges = len(x), edge_index.shape[1]
     handful = [edge_index, *(drawn(nodes, edges) for _ in range(HANDFUL - 1))]
@@ -162,7 +161,7 @@ def new_graphs(kind: Kind, workload: Workload) -> Sides:
 
     def side(forward: Callable[[Tensor], Tensor]) -> Side:
         turns = itertools.cycle(handful)
-        # all of the handful are compared
+        # all of the graphs are compared
         every = inference(lambda: torch.stack([forward(each) for each in handful]))
         return Side(inference(lambda: forward(next(turns))).run, lambda out: Results(every.run(), {}))
 
@@ -170,7 +169,7 @@ def new_graphs(kind: Kind, workload: Workload) -> Sides:
 
 
 def sparse_inputs(kind: Kind, workload: Workload, train: bool) -> Sides:
-    """Bags of words are nearly all zeros: ours is given them as a sparse matrix, which PyG's layers do not take."""
+    """Bags of words are mostly zeros: ours gets them as a sparse matrix, which PyG's layers do not accept."""
     edge_index, x = workload.make()
     graph, edges, bags = Graph(edge_index, len(x)), by_destination(edge_index), x.to_sparse_coo().coalesce()
     layer = checked(our_layer(kind, workload, x), x, graph).train(train)

@@ -1,4 +1,4 @@
-"""The table `graph-parts`: what a layer on a graph is made of: sorting, projections, attention, and what threads gain."""
+"""The table `graph-parts`: the parts of a layer on a graph: sorting, projections, attention; and the gain of threads."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ HEADS, DIM = 4, 16
 
 
 def layer_and_its_functions(kind: Kind, workload: Workload) -> Sides:
-    """The layer beside the functions it calls; the floor gathers, and projects as the layer does."""
+    """The layer compared with the functions it calls; the floor projects and gathers."""
     edge_index, x = workload.make()
     graph = Graph(edge_index, len(x))
     layer = checked(our_layer(kind, workload, x), x, graph).eval()
@@ -46,7 +46,7 @@ def _functions(layer: MultiHeadAttention, x: Tensor, graph: Graph) -> Tensor:
 
 
 def sorting(nodes: int, edges: int) -> Sides:
-    """`Graph(…)` beside the same six arrays by torch; ours also checks that every node is there."""
+    """`Graph(…)` compared with the same six arrays by torch; ours also checks node numbers."""
     torch.manual_seed(0)
     edge_index = drawn(nodes, edges)
     return Sides(_arrays(lambda: tuple(Graph(edge_index, nodes).csr)), _arrays(lambda: _argsorted(edge_index, nodes)))
@@ -75,9 +75,9 @@ def _argsorted(edge_index: Tensor, nodes: int) -> tuple[Tensor, ...]:
 
 
 def attention_and_its_tenth(edges: int) -> Sides:
-    """GATv2's attention alone beside itself on a tenth of the edges: 0.1 of the time, if an edge costs the same.
+    """The attention of GATv2 compared with itself on a tenth of the edges: 0.1 of the time, if the cost per edge is constant.
 
-    The first hundredth of the nodes has the same in-edges in both graphs, and is compared. All others are drawn.
+    The first hundredth of the nodes has the same in-edges in both graphs, and is compared. All other edges are random.
     """
     torch.manual_seed(0)
     nodes = edges // DEGREE
@@ -85,7 +85,7 @@ def attention_and_its_tenth(edges: int) -> Sides:
     small = drawn(few, edges // 10)
     kept = small[:, small[1] < common]
     rest = drawn(nodes - common, edges - kept.shape[1])
-    # their destinations are the other nodes, their sources any
+    # destinations are the other nodes, sources are any
     rest = torch.stack((torch.randint(nodes, rest.shape[1:]), rest[1] + common))
     score = GATv2(HEADS, DIM)
     q, k = torch.randn(2, nodes, HEADS, DIM)
@@ -105,13 +105,13 @@ def attention_and_its_tenth(edges: int) -> Sides:
 
 
 def _attention(q: Tensor, k: Tensor, graph: Graph, score: GATv2) -> Tensor:
-    """On (nodes, heads, dim), as projections leave them; by the C++ kernel or not at all."""
+    """On (nodes, heads, dim), as after a projection; requires the C++ kernel."""
     k = k.transpose(0, 1)
-    return attend(q.transpose(0, 1), k, k, over=graph, score=score, kernel="native")
+    return attend(q.transpose(0, 1), k, k, over=graph, score=score, kernel="edges_native")
 
 
 def threads(workload: Workload, part: str) -> Sides:
-    """GATv2's attention alone, or the floor alone, with all threads beside one."""
+    """The attention of GATv2, or the floor, with all threads compared with one."""
     edge_index, x = workload.make()
     graph = Graph(edge_index, len(x))
     q, k = torch.randn(2, len(x), workload.heads, workload.dim)
@@ -132,7 +132,7 @@ def _alone(run: Forward) -> Tensor:
 
 
 def _one_core() -> str | None:
-    return no_kernels() or ("there is one core, so that threads gain nothing" if cores() < 2 else None)
+    return no_kernels() or ("there is only one core, so threads cannot help" if cores() < 2 else None)
 
 
 def _lacks(workload: Workload) -> str | None:
@@ -146,7 +146,7 @@ def _cases() -> list[Case]:
             name = f"{kind.score}-with-projections-{workload.name}"
             setup = partial(layer_and_its_functions, kind, workload)
             cases.append(Case(name, "nn.Linear + attend", setup, TOLERANCE, partial(_lacks, workload)))
-    # whole numbers: equal or not
+    # integers: equal or not
     setup = partial(sorting, NODES, EDGES)
     cases.append(Case(f"sort-{NODES}x{EDGES}", "2 argsorts + 2 bincounts", setup, 0.5, no_kernels))
     for edges in SIZES:

@@ -1,4 +1,4 @@
-"""The graphs of the tables: drawn ones, and real ones from the folder that POLYHEAD_DATA names."""
+"""The graphs of the tables: random ones, and real ones from the folder in POLYHEAD_DATA."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FEATURES = 128
 
 
 class Data(NamedTuple):
-    """Edges (2, edges), sources above destinations, in no order; and the nodes' features (nodes, features)."""
+    """Edges (2, edges), sources in the first row, unsorted; and the features of the nodes (nodes, features)."""
 
     edge_index: Tensor
     x: Tensor
@@ -36,18 +36,18 @@ class Workload:
     heads: int
     dim: int
     make: Callable[[], Data]
-    """The same numbers each time."""
+    """Creates the data, deterministically."""
     lacks: Callable[[], str | None] = nothing
-    """The file that is not there."""
+    """The missing file, if any."""
 
 
 def drawn(nodes: int, edges: int) -> Tensor:
-    """Edges between nodes that are all alike."""
+    """Edges between uniformly random nodes."""
     return torch.randint(nodes, (2, edges))
 
 
 def drawn_with_hub(nodes: int, edges: int) -> Tensor:
-    """Degrees by a power law, exponent 3 as of preferential attachment, and node 0 joined to every other in both directions."""
+    """Power-law degrees (exponent 3, as in preferential attachment), and node 0 connected to every other in both directions."""
     weights = torch.arange(1, nodes + 1).pow(-0.5)[torch.randperm(nodes)]
     others = torch.arange(1, nodes)
     hub = torch.zeros_like(others)
@@ -90,7 +90,7 @@ def _amazon_computers() -> Data:
 
 
 def _with_loops(edge_index: np.ndarray[tuple[int, ...], np.dtype[np.integer]], nodes: int) -> Tensor:
-    """Every node attends to itself too. Neither file has self-loops of its own."""
+    """Add self-loops, which neither file has."""
     return torch.cat((torch.from_numpy(edge_index).long(), torch.arange(nodes).expand(2, -1)), 1)
 
 
@@ -101,17 +101,17 @@ def _file(name: str) -> Path:
 def _no_file(name: str, contents: str) -> str | None:
     if FOLDER in os.environ and _file(name).is_file():
         return None
-    state = f"{_file(name)} is not there" if FOLDER in os.environ else f"{FOLDER} is not set"
-    return f"{state}: {FOLDER} must name the folder of {name}.npz, with {contents}"
+    state = f"{_file(name)} does not exist" if FOLDER in os.environ else f"{FOLDER} is not set"
+    return f"{state}: {FOLDER} must be the folder of {name}.npz, with {contents}"
 
 
 CORA = Workload(
     "cora-8x8", 8, 8, _cora,
-    partial(_no_file, "cora", "edge_index (2, edges) and, as compressed rows, features_data, _indices, _indptr and _shape (of kimiyoung/planetoid)"),
+    partial(_no_file, "cora", "edge_index (2, edges) and, as CSR, features_data, _indices, _indptr and _shape (from kimiyoung/planetoid)"),
 )  # fmt: skip
 AMAZON_COMPUTERS = Workload(
     "amazon-computers-8x16", 8, 16, _amazon_computers,
-    partial(_no_file, "amazon-computers", "edge_index (2, edges) and nodes, their number (of EdisonLeeeee/GraphData)"),
+    partial(_no_file, "amazon-computers", "edge_index (2, edges) and nodes, the number of nodes (from EdisonLeeeee/GraphData)"),
 )  # fmt: skip
 WORKLOADS = (
     CORA,
@@ -123,17 +123,17 @@ WORKLOADS = (
 
 
 def no_kernels() -> str | None:
-    """What is told where the C++ kernels are missing."""
+    """The reason why a case is skipped without the C++ kernels."""
     return "polyhead was installed without a compiler, so there are no C++ kernels to time" if native is None else None
 
 
 def gather_sum(graph: Graph, rows: Tensor) -> Tensor:
-    """The floor: for each node the sum of its sources' rows (nodes, width), by a C++ loop that does nothing else."""
+    """The floor: for each node the sum of the rows (nodes, width) of its sources, by a C++ loop that does nothing else."""
     assert rows.is_contiguous() and rows.dtype == torch.float32 and rows.shape[1] % 8 == 0
     out = rows.new_empty(graph.destinations, rows.shape[1])
     done = native.gather_sum(
         double=False, sources=len(rows), destinations=graph.destinations, edges=graph.num_edges, width=rows.shape[1],
-        v=rows.data_ptr(), first=graph.csr.indptr.data_ptr(), source=graph.csr.indices.data_ptr(), out=out.data_ptr(),
+        v=rows.data_ptr(), indptr=graph.csr.indptr.data_ptr(), indices=graph.csr.indices.data_ptr(), out=out.data_ptr(),
         threads=torch.get_num_threads(),
     )  # fmt: skip
     assert done, "the graph was changed"

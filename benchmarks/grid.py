@@ -1,4 +1,4 @@
-"""The table `grid`: windows of an image beside torch's fused attention under the same mask, and convolutions as attention."""
+"""The table `grid`: windows of an image compared with torch's SDPA under the same mask, and convolutions as attention."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SIDE, HEADS, DIM = 64, 8, 32
 
 def _tensors(train: bool, side: int = SIDE) -> list[Tensor]:
     torch.manual_seed(0)
-    # as a layer hands them over: points before heads
+    # as in a layer: points before heads
     return [torch.randn(1, side * side, HEADS, DIM, requires_grad=train).transpose(1, 2) for _ in range(3)]
 
 
@@ -35,7 +35,7 @@ def _leaves(tensors: list[Tensor]) -> dict[str, Tensor]:
 
 
 def _under_mask(window: int, dilation: int, train: bool) -> Sides:
-    """The mask is there before the clock runs."""
+    """The mask is built before timing starts."""
     q, k, v = made = _tensors(train)
     over = Grid(SIDE, SIDE, window=window, dilation=dilation)
     mask = over.mask(Sizes((1,), HEADS, SIDE**2, SIDE**2), q.device)
@@ -45,7 +45,7 @@ def _under_mask(window: int, dilation: int, train: bool) -> Sides:
 
 
 def _unfolded(train: bool, window: int = 7) -> Sides:
-    """Local attention as it is written in plain torch: every query's keys and values gathered by F.unfold."""
+    """Local attention in plain torch: F.unfold gathers the keys and values of every query."""
     q, k, v = made = _tensors(train)
     over = Grid(SIDE, SIDE, window=window)
     leaves = _leaves(made) if train else {}
@@ -64,11 +64,11 @@ def _unfolded(train: bool, window: int = 7) -> Sides:
 
 
 def _relative(train: bool, window: int = 7) -> Sides:
-    """A learned number for each head and point of the window; the peer looks them up in a table, as Swin does."""
+    """One learned number per head and point of the window; the peer looks them up in a table, as Swin does."""
     q, k, v = made = _tensors(train)
     over, position = Grid(SIDE, SIDE, window=window), RelativeBias(HEADS, window=(window, window))
     mask = over.mask(Sizes((1,), HEADS, SIDE**2, SIDE**2), q.device)
-    apart = over.grid.keys(q.device) - over.grid.queries(q.device)[:, None]
+    apart = over.lattice.keys(q.device) - over.lattice.queries(q.device)[:, None]
     place = ((apart.clamp(-(window // 2), window // 2) + window // 2) * torch.tensor([window, 1])).sum(-1)
     leaves = _leaves(made) if train else {}
 
@@ -104,7 +104,7 @@ def _convolution(side: int, batch: int, train: bool) -> Sides:
 
 
 def _pair(name: str, peer: str, setup: Callable[..., Sides], tolerance: float = 1e-4) -> list[Case]:
-    """A case of the forward pass, and one with the backward pass."""
+    """One case for inference and one for training."""
     return [
         Case(f"{name}-{'training' if train else 'inference'}", peer, partial(setup, train=train), tolerance)
         for train in (False, True)

@@ -1,7 +1,7 @@
-"""The table `inspection`: numbers about heads beside attention itself, and beside the same numbers from dense weights.
+"""The table `inspection`: head metrics compared with attention itself, and with the same metrics from dense weights.
 
-The floor is attention that nobody looks at: `F.scaled_dot_product_attention` on the same tensors, or the model's plain
-forward. It computes something else, so it is timed and not compared.
+The floor is attention without inspection: `F.scaled_dot_product_attention` on the same tensors, or the model's plain
+forward. It computes something else, so it is timed but not compared.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ BERT_TOKENS = 2048
 
 
 def _flat(answers: Iterable[Any]) -> Tensor:
-    """Answers as one tensor, each in units of its largest; of the largest weights their sizes: equal ones may change places."""
+    """All metrics in one tensor, each divided by its largest value; of the largest weights only the values, since ties may swap."""
     parts = (answer[0] if isinstance(answer, tuple) else answer for answer in answers)
     return torch.cat([part.reshape(-1) / part.abs().max() for part in parts])
 
@@ -48,7 +48,7 @@ def _call(shape: Shape) -> Call:
 
 
 def _dense(weights: Tensor, moved: Tensor) -> list[Any]:
-    """All of METRICS from weights (..., queries, keys), as one writes them in torch."""
+    """All of METRICS from weights (..., queries, keys), in plain torch."""
     queries, keys = weights.shape[-2:]
     place = torch.arange(keys) - torch.arange(queries)[:, None]
 
@@ -76,7 +76,7 @@ def _dense(weights: Tensor, moved: Tensor) -> list[Any]:
 
 
 def _by_metric(by_head: Sequence[Sequence[Any]]) -> Tensor:
-    """What was found head by head, as it is given for all heads."""
+    """Stack the results of single heads."""
     return _flat(
         torch.stack([a[0] if isinstance(a, tuple) else a for a in column]) for column in zip(*by_head, strict=True)
     )
@@ -89,7 +89,7 @@ def _metrics(shape: Shape, given: bool) -> Sides:
     scale, moved = shape[2] ** -0.5, call.v[0].norm(dim=-1)
 
     def dense() -> Tensor:
-        # a head at a time: all at once do not fit
+        # one head at a time: all heads would not fit into memory
         q, k = call.q[0], call.k[0]
         return _by_metric([_dense((q[h] * scale @ k[h].T).softmax(-1), moved[h]) for h in range(shape[0])])
 
@@ -142,7 +142,7 @@ def _bert() -> Sides:
 
 
 def _moved(layer: Any, x: Tensor) -> Tensor:
-    """|W_O v| of each head and token of a layer of transformers' BERT."""
+    """|W_O v| for each head and token of a layer of transformers' BERT."""
     heads = layer.attention.self.num_attention_heads
     v = layer.attention.self.value(x).unflatten(-1, (heads, -1)).transpose(1, 2)
     by_head = layer.attention.output.dense.weight.unflatten(-1, (heads, -1)).movedim(1, 0)

@@ -1,4 +1,4 @@
-"""From a case to its line: equal first, then timed in turns, then the memory of each side in a process of its own."""
+"""Measures a case: compare results, then time all sides interleaved, then measure the memory of each in a fresh process."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from torch import Tensor
 from benchmarks.case import Case, CaseError, Forward, Results, Sides
 from benchmarks.memory import peak_in_child
 
-# A sample is at least so long, in seconds: many calls where one is shorter.
+# The least duration of a sample, in seconds; a sample has many calls if one is shorter.
 SAMPLE = 0.01
 WARM_UP = 0.05
-# Unless their number is given, rounds go on for so many seconds, within these numbers.
+# Without --repeats, the time for all rounds in seconds, and the least and largest number of rounds.
 BUDGET = 10.0
 FEWEST, MOST = 5, 51
 
 
 @dataclass(frozen=True)
 class Line:
-    """What is known of a case: milliseconds a call, megabytes above the state after set-up."""
+    """The result of a case: milliseconds per call, megabytes above the state after set-up."""
 
     case: str
     ours_ms: float
@@ -37,11 +37,11 @@ class Line:
     ours_peak_mb: float
     peer_peak_mb: float
     max_abs_diff: float
-    """Between ours and any other side; a gradient is measured in units of its largest entry."""
+    """Between ours and any other side; gradients are divided by their largest entry."""
 
 
 def measured(case: Case, repeats: int | None = None) -> Line:
-    """All of a case, or a `CaseError`."""
+    """Measure a case; raises `CaseError` if it has no result."""
     sides = case.setup()
     difference = largest_difference(sides, case.tolerance)
     ours, peer, *floors = interleaved(sides.timed(), repeats)
@@ -59,22 +59,22 @@ def measured(case: Case, repeats: int | None = None) -> Line:
 
 
 def cores() -> int:
-    """How many cores this process may use."""
+    """The number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def use_two_threads() -> None:
-    """The number of threads of every measurement, where there are as many cores."""
+    """Use two threads for every measurement, or one on a single core."""
     torch.set_num_threads(min(2, cores()))
 
 
 def largest_difference(sides: Sides, tolerance: float) -> float:
-    """Run each side once and compare it with ours; a `CaseError` where the tolerance is not kept."""
+    """Run each side once and compare it with ours; raises `CaseError` if the tolerance is exceeded."""
     ours, *others = (side.reveal(side.run()) for side in sides.all())
     largest = 0.0
     for other in others:
         for name, difference in differences(ours, other).items():
-            # written so that NaN does not pass
+            # this form also rejects NaN
             if not difference < tolerance:
                 raise CaseError(f"{name} differs by {difference:.3g}; the tolerance is {tolerance:g}")
             largest = max(largest, difference)
@@ -82,9 +82,9 @@ def largest_difference(sides: Sides, tolerance: float) -> float:
 
 
 def differences(ours: Results, other: Results) -> dict[str, float]:
-    """The largest absolute difference of each result. A gradient's is a share of its largest entry.
+    """The largest absolute difference of each result; for gradients, divided by their largest entry.
 
-    The loss is a mean over up to millions of numbers, so that a gradient's own size says nothing.
+    The loss is a mean over up to millions of numbers, so the absolute size of a gradient is arbitrary.
     """
     if ours.gradients.keys() != other.gradients.keys():
         raise CaseError(f"the sides have different gradients: {[*ours.gradients]}, {[*other.gradients]}")
@@ -93,7 +93,7 @@ def differences(ours: Results, other: Results) -> dict[str, float]:
         label = f"the gradient of {name}"
         size = float(gradient.abs().max())
         if size == 0:
-            raise CaseError(f"{label} is all zeros, which compares nothing")
+            raise CaseError(f"{label} is all zeros, so that nothing is compared")
         found[label] = _difference(label, ours.gradients[name], gradient) / size
     return found
 
@@ -105,8 +105,8 @@ def _difference(label: str, a: Tensor, b: Tensor) -> float:
 
 
 def interleaved(runs: Sequence[Forward], repeats: int | None = None) -> list[list[float]]:
-    """Seconds a call: a list of samples for each of `runs`, taken in turns whose order rotates."""
-    counts = [_calls_a_sample(run) for run in runs]
+    """Seconds per call: a list of samples for each of `runs`, interleaved in rotating order."""
+    counts = [_calls_per_sample(run) for run in runs]
     samples: list[list[float]] = [[] for _ in runs]
     rounds, begin = 0, time.perf_counter()
     while not _enough(rounds, time.perf_counter() - begin, repeats):
@@ -123,8 +123,8 @@ def _enough(rounds: int, spent: float, repeats: int | None) -> bool:
     return rounds >= MOST or (rounds >= FEWEST and spent >= BUDGET)
 
 
-def _calls_a_sample(run: Forward) -> int:
-    """Warm up, and see how many calls fill a sample."""
+def _calls_per_sample(run: Forward) -> int:
+    """Warm up, and count how many calls fill a sample."""
     best, spent = math.inf, 0.0
     while spent < WARM_UP:
         once = _sample(run, 1)

@@ -1,4 +1,4 @@
-"""How much memory one call needs at its peak, in a fresh process: `python -m benchmarks.memory CASE SIDE`."""
+"""Peak memory of one call, in a fresh process: `python -m benchmarks.memory CASE SIDE`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from polyhead import GATv2, Graph, Window, attend
 
 _ROOT = Path(__file__).resolve().parent.parent
 _STATUS = Path("/proc/self/status")
-# glibc hands larger blocks back to the system as soon as they are freed, so that the peak is what is needed at one time
+# glibc returns larger blocks to the system as soon as they are freed, so that the peak is the memory in use
 _ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": str(256 * 1024)}
 
 
@@ -34,10 +34,10 @@ def peak_in_child(case: Case, side: Literal["ours", "peer"]) -> float:
 
 
 def peak_mb(run: Forward) -> float:
-    """How far one call raises this process's memory, in megabytes."""
+    """By how much one call raises the memory of this process, in megabytes."""
     gc.collect()
     _give_back()
-    # 5: forget the peak so far. Where that is not permitted, only what rises above the old peak is seen.
+    # 5: reset the peak. If this is not permitted, only memory above the old peak is measured.
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
     before = _peak_kb()
@@ -46,7 +46,7 @@ def peak_mb(run: Forward) -> float:
 
 
 def _give_back() -> None:
-    """Hand freed memory to the system, so that the call cannot hide in what set-up has left."""
+    """Return freed memory to the system, so that the call cannot reuse memory of the set-up unnoticed."""
     with contextlib.suppress(AttributeError, OSError):
         ctypes.CDLL(None).malloc_trim(0)
 
@@ -61,7 +61,7 @@ def _peak_kb() -> int:
 
 
 def _warm_up() -> None:
-    """Pay once for threads, libraries and what is imported at a first call: that is no call's memory."""
+    """Start threads and load libraries once, so that they do not count as memory of a call."""
     x = torch.randn(1, 2, 256, 64, requires_grad=True)
     F.scaled_dot_product_attention(F.linear(x, x[0, 0, :64]), x, x).square().mean().backward()
     attend(x, x, x, over=Window(1)).square().mean().backward()
@@ -70,7 +70,7 @@ def _warm_up() -> None:
 
 
 def _main(name: str, side: str) -> None:
-    # the tables are imported here, in the child alone: they are made of cases, which this file measures
+    # imported only in the child, because the tables import this file
     from benchmarks.measure import use_two_threads
     from benchmarks.tables import TABLES
 

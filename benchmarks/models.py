@@ -1,7 +1,7 @@
-"""The table `models`: whole models beside transformers' and torch's, with the same weights.
+"""The table `models`: whole models compared with those of transformers and torch, with the same weights.
 
-The floor of generation is the products of every weight matrix with one vector, as often as tokens are written: what has to be
-read from memory, whatever the model does besides. Of torch's product and ours the faster counts.
+The floor of generation is one product of every weight matrix with a vector per token: the memory that has to be read in any
+case. The faster of torch's product and ours counts.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PROMPT, WRITTEN = 64, 128
 
 
 def _exchanged(theirs: Any, ours: Any) -> Any:
-    """Our model with the weights of theirs, by way of a checkpoint."""
+    """Our model with the weights of theirs, through a checkpoint."""
     with tempfile.TemporaryDirectory() as folder:
         theirs.save_pretrained(folder)
         return ours.from_pretrained(folder)
@@ -45,7 +45,7 @@ def _transformers() -> Any:
 
 
 def _bert(batch: int, tokens: int, shortest: int | None) -> Sides:
-    """BERT-Base; texts of different lengths, the shortest and the longest with them, where `shortest` is given."""
+    """BERT-Base; with `shortest`, texts have different lengths from there to the full length."""
     transformers = _transformers()
     torch.manual_seed(0)
     theirs = transformers.BertModel(transformers.BertConfig(attn_implementation="sdpa")).eval()
@@ -63,7 +63,7 @@ def _bert(batch: int, tokens: int, shortest: int | None) -> Sides:
     )
 
 
-# two layers of 8 heads of 64, and the lengths of the texts where they differ
+# two layers of 8 heads of 64, and the lengths of the texts if they differ
 BACKEND: dict[str, Any] = {
     "vocab_size": 1000, "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 2, "num_attention_heads": 8,
     "max_position_embeddings": 4096,
@@ -72,7 +72,7 @@ LENGTHS = (4096, 2048, 1024, 512)
 
 
 def _backend(kind: str, padded: bool, **more: Any) -> Sides:
-    """A model of transformers' on its own attention, and on ours."""
+    """A model of transformers with its own attention and with ours."""
     transformers = _transformers()
     register()
     torch.manual_seed(0)
@@ -101,10 +101,10 @@ def _gpt() -> tuple[Gpt, Any]:
 
 
 def _products(model: Gpt, product: Callable[[Tensor, Tensor, Tensor | None], Tensor]) -> Callable[[], Tensor]:
-    """Every weight matrix times one vector, the same each time."""
+    """Every weight matrix times one fixed vector."""
     torch.manual_seed(0)
     linears = [(m.weight, m.bias) for m in model.modules() if isinstance(m, nn.Linear)]
-    matrices = [*linears, (model.words.weight, None)]
+    matrices = [*linears, (model.token_embedding.weight, None)]
     vectors = {width: torch.randn(1, width) for width in {weight.shape[1] for weight, _ in matrices}}
 
     def run() -> Tensor:
@@ -134,7 +134,7 @@ def _generation() -> Sides:
 
 
 def _reading() -> Sides:
-    """How fast weights are read: the products of one token, ours and torch's, beside a plain copy of the same bytes."""
+    """The speed of reading the weights: the products of one token by us and by torch, and a plain copy of the same bytes."""
     ours, _ = _gpt()
     read = [m for m in ours.modules() if isinstance(m, (nn.Linear, nn.Embedding)) and m is not ours.positions]
     pairs = [(torch.empty_like(m.weight), m.weight.detach()) for m in read]
@@ -159,15 +159,14 @@ class _Theirs(nn.Module):
     def __init__(self, ours: Transformer) -> None:
         super().__init__()
         with warnings.catch_warnings():
-            # torch says that it has no nested tensors for pre-norm
+            # torch warns that pre-norm has no nested tensors
             warnings.simplefilter("ignore")
             self.body = nn.Transformer(WIDTH, HEADS, LAYERS, LAYERS, HIDDEN, DROPOUT, batch_first=True, norm_first=True)
         self.ours = ours
 
     def forward(self, source: Tensor, target: Tensor, lengths: tuple[Tensor, Tensor]) -> Tensor:
         read, written = (
-            F.dropout(self.ours._embedded(self.ours.embedding, ids, 0), DROPOUT, self.training)
-            for ids in (source, target)
+            F.dropout(self.ours._embed(self.ours.embedding, ids, 0), DROPOUT, self.training) for ids in (source, target)
         )
         padded = [torch.arange(x.shape[1]) >= n[:, None] for x, n in zip((source, target), lengths, strict=True)]
         ahead = torch.ones(target.shape[1], target.shape[1], dtype=torch.bool).triu(1)
@@ -181,7 +180,7 @@ def _translation() -> Sides:
     """Forward and backward of 128 sentence pairs, timed with dropout and compared without it."""
     torch.manual_seed(0)
     ours = Transformer(VOCAB, d_model=WIDTH, num_heads=HEADS, layers=LAYERS, d_feedforward=HIDDEN, dropout=DROPOUT)
-    # its embeddings serve both sides, and drop nothing by themselves
+    # both sides use its embeddings, which have no dropout
     shared = Transformer(VOCAB, d_model=WIDTH, num_heads=HEADS, layers=1, d_feedforward=1, dropout=0.0)
     shared.embedding.weight.data.copy_(ours.embedding.weight)
     theirs = _Theirs(shared)
@@ -196,7 +195,7 @@ def _translation() -> Sides:
         return F.cross_entropy(hidden[real] @ words.T, wanted, label_smoothing=0.1)
 
     def of_ours() -> Tensor:
-        # made anew for every batch, as in training
+        # built again for every batch, as in training
         read, written = (Padding(n) for n in lengths)
         return loss(ours.decode(target, ours.encode(source, read), written, memory_over=read), ours.embedding.weight)
 
@@ -257,6 +256,6 @@ CASES: tuple[Case, ...] = (
     ),
     Case("gpt2-generate-128", "transformers generate", _generation, tolerance=0.5, lacks=_no_transformers),
     Case("gpt2-one-token", "F.linear", _reading, lacks=_no_transformers),
-    # where a ReLU's input is nearly zero, rounding decides whether a gradient passes
+    # near zero, rounding decides whether a ReLU passes the gradient
     Case("translation-step", "torch.nn.Transformer", _translation, tolerance=2e-3),
 )

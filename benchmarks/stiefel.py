@@ -1,9 +1,9 @@
-"""The table `stiefel`: one step of Adam for many matrices with orthonormal columns, beside geoopt's.
+"""The table `stiefel`: one step of Adam for many matrices with orthonormal columns, compared with geoopt.
 
-geoopt has one second moment a matrix, the sum of squares where ours is their mean: its rate is ours times √(n k). Both retract
-differently, so that steps are equal to first order; they are compared with a small rate, as displacements in units of it. With
-one second moment a number, and on geoopt's canonical manifold, whose retraction is not of first order, the first moments are
-compared. The floor is torch's plain Adam on as many free matrices, which does a part of the work.
+geoopt has one second moment per matrix, the sum of squares where ours is their mean: its rate is ours times √(n k). The two
+retract differently, so steps agree to first order; they are compared at a small rate, as displacements divided by it. With one
+second moment per element, and on geoopt's canonical manifold, whose retraction is not of first order, the first moments are
+compared instead. The floor is torch's plain Adam on as many free matrices, which does a part of the work.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from benchmarks.case import Case, Forward, Results, Side, Sides
 from polyhead import MultiHeadAttention, Stiefel, optim
 
 RATE = 1e-3
-# of the steps that are compared
+# the rate of the compared steps
 SMALL = 1e-5
 Moment = Literal["elementwise", "scalar"]
 
@@ -40,7 +40,7 @@ def _with_gradients(points: list[Tensor]) -> list[Any]:
 
 
 def _side(make: Callable[[float], torch.optim.Optimizer], compared: Callable[[torch.optim.Optimizer], Tensor]) -> Side:
-    """Steps with one and the same gradient; what is compared comes from a first step of a small rate."""
+    """Steps with a fixed gradient; the comparison uses a first step with a small rate."""
     optimizer = make(RATE)
 
     def run() -> Tensor:
@@ -56,7 +56,7 @@ def _side(make: Callable[[float], torch.optim.Optimizer], compared: Callable[[to
 
 
 def _all(optimizer: torch.optim.Optimizer, of: Callable[[Tensor], Tensor]) -> Tensor:
-    """Something of every parameter, as one batch of matrices."""
+    """One tensor per parameter, as a batch of matrices."""
     found = [of(p) for p in optimizer.param_groups[0]["params"]]
     return torch.cat([x.detach().reshape(-1, *x.shape[-2:]) for x in found])
 
@@ -117,7 +117,7 @@ class _Digits(nn.Module):
 
 
 def _training() -> Sides:
-    """A whole step of training: the manifold against plain Adam, from the same start."""
+    """A whole training step: on the manifold compared with plain Adam, from the same start."""
     images, labels = torch.rand(2048, 16, 49), torch.randint(10, (2048,))
 
     def side(make: Callable[[nn.Module], torch.optim.Optimizer]) -> Side:

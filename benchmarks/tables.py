@@ -18,16 +18,16 @@ TABLES: dict[str, tuple[Case, ...]] = {
 
 
 def chosen(names: list[str]) -> list[Case]:
-    """The cases that have been asked for, in the tables' order: whole tables, or parts of cases' names; all without names.
+    """The requested cases, in the order of the tables: whole tables, or parts of the names of cases; all without names.
 
     Raises:
-        ValueError: for a name that is neither, with what there is.
+        ValueError: for an unknown name, with all known ones.
     """
     cases = [(table, case) for table, its in TABLES.items() for case in its]
     for name in names:
         if name not in TABLES and not any(name in case.name for _, case in cases):
             known = "\n".join(f"  {table}: {' '.join(case.name for case in its)}" for table, its in TABLES.items())
-            raise ValueError(f"{name!r} is no table and in no case's name; the tables and their cases are\n{known}")
+            raise ValueError(f"unknown table or case {name!r}; the tables and their cases are\n{known}")
     return [
         case
         for table, case in cases

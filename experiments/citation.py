@@ -2,18 +2,18 @@
 
     python experiments/citation.py --data FOLDER_OF_cora.npz_AND_citeseer.npz
 
-Two layers on Cora and Citeseer with the public split: 8 heads of 8 features, concatenated, ELU; then one head with a number a
-class. Adam at 0.005, L2 of 5e-4 on all weights, dropout 0.6. After every epoch the validation nodes are looked at: training
-ends when neither their accuracy nor their loss has been as good as the best for 100 epochs, and the weights kept are the last
-for which both were. Every seed gives one test accuracy (1,000 nodes).
+Two layers on Cora and Citeseer with the public split: 8 heads of 8 features, concatenated, ELU; then one head with one
+logit per class. Adam at 0.005, L2 of 5e-4 on all weights, dropout 0.6. The validation nodes are evaluated after every epoch: training
+ends when neither their accuracy nor their loss has matched its best for 100 epochs. The last weights for which both did are
+kept. Every seed gives one test accuracy (1,000 nodes).
 
-There are two recipes. "authors" is that of the code of Velickovic 2018: dropout of the inputs is drawn anew for each head, the
-projected values are dropped too, and GAT has a bias inside its LeakyReLU. (Its L2 covers biases as well: the names it means to
-leave out, such as "bias", never occur, since TensorFlow's are of the form "conv1d/bias:0".) "shared" is that of PyG's and DGL's
-examples: one dropout of the inputs for all heads, none of the values, no such bias. PyG's layers can only do the second. They
-are given a `Linear` that takes sparse inputs, of which only the non-zeros need to be dropped.
+There are two recipes. "authors" is that of the code of Velickovic 2018: dropout of the inputs is independent for each head, the
+projected values have dropout too, and GAT has a bias inside its LeakyReLU. (Its L2 covers biases as well: the names it intends to
+exclude, such as "bias", never occur, since TensorFlow's are of the form "conv1d/bias:0".) "shared" is that of PyG's and DGL's
+examples: one dropout of the inputs for all heads, none of the values, no such bias. PyG's layers support only the second. They
+get a `Linear` that takes sparse inputs, so that dropout applies only to the nonzeros.
 
-Results are kept in --runs, a line a seed: a run that was stopped goes on where it was, and more seeds can be added.
+Results are saved in --runs, one line per seed: an interrupted run resumes, and more seeds can be added.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ def _dropped(x: Tensor, training: bool) -> Tensor:
 
 @dataclasses.dataclass
 class Fitted:
-    """A trained network, its test accuracy and how long it was trained."""
+    """A trained network, its test accuracy and its number of epochs."""
 
     network: Network
     accuracy: float
@@ -181,7 +181,7 @@ def _accuracy(logits: Tensor, labels: Tensor) -> float:
 def measure(
     arms: Sequence[str], sets: dict[str, common.Citations], seeds: range, runs: Path, *, epochs: int, patience: int
 ) -> list[dict[str, Any]]:
-    """One line a data set, arm and seed: those in the file, and the missing ones, which are measured and added."""
+    """One line per data set, arm and seed: read from the file, or measured and appended."""
     limits = {"epochs": epochs, "patience": patience}
     wanted = [
         {"data": name, "arm": arm, "seed": seed, "settings": dataclasses.asdict(ARMS[arm]) | limits}
@@ -196,12 +196,12 @@ def measure(
 
 
 def accuracies(lines: Sequence[dict[str, Any]], name: str, arm: str) -> list[float]:
-    """In percent, one a seed."""
+    """In percent, one per seed."""
     return [100 * line["accuracy"] for line in lines if (line["data"], line["arm"]) == (name, arm)]
 
 
 def report(lines: Sequence[dict[str, Any]]) -> None:
-    """A table a data set, beside the paper's figures; the last column is the difference from GAT, seed by seed."""
+    """One table per data set, with the figures of the paper; the last column is the difference from GAT, paired by seed."""
     for name in dict.fromkeys(line["data"] for line in lines):
         here = [line for line in lines if line["data"] == name]
         arms = list(dict.fromkeys(line["arm"] for line in here))
@@ -223,7 +223,7 @@ def report(lines: Sequence[dict[str, Any]]) -> None:
 
 
 def spread(numbers: Sequence[float]) -> float:
-    """The standard deviation, 0 of one number."""
+    """The standard deviation; 0 for one number."""
     return statistics.stdev(numbers) if len(numbers) > 1 else 0.0
 
 
@@ -234,7 +234,7 @@ def difference(of: Sequence[float], base: Sequence[float]) -> str:
 
 
 def picture(lines: Sequence[dict[str, Any]]) -> Figure:
-    """A dot a seed, a bar at the mean; the paper's mean and standard deviation behind."""
+    """One dot per seed, a bar at the mean; the paper's mean and standard deviation in the background."""
     sets = list(dict.fromkeys(line["data"] for line in lines))
     arms = {name: list(dict.fromkeys(line["arm"] for line in lines if line["data"] == name)) for name in sets}
     rows = [max(len(arms[name]), 2) for name in sets]
@@ -252,13 +252,13 @@ def picture(lines: Sequence[dict[str, Any]]) -> Figure:
             colour = (
                 common.GREEN if arm.startswith("PyG") else common.ORANGE if ARMS[arm].score == "gatv2" else common.BLUE
             )
-            # spread over the row's height, in an order of their own
+            # spread over the height of the row, in a separate order
             lift = [place + 0.28 * ((7 * seed) % 11 / 5 - 1) for seed in range(len(of))]
             axis.scatter(of, lift, s=14, color=colour, alpha=0.55, lw=0)
             axis.vlines(statistics.mean(of), place - 0.36, place + 0.36, color="black", lw=2)
         axis.set_yticks(range(len(arms[name])), arms[name])
         axis.set_ylim(len(arms[name]) - 0.5, -0.5)
-        axis.set_title(f"{name.capitalize()}: a dot a seed, a bar at the mean{grey}", loc="left", fontsize=10)
+        axis.set_title(f"{name.capitalize()}: one dot per seed, a bar at the mean{grey}", loc="left", fontsize=10)
         axis.grid(axis="x", alpha=0.3)
     axes[-1].set_xlabel("test accuracy, %")
     return figure
@@ -268,21 +268,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure what is missing, print the tables, draw the picture."""
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     add = parser.add_argument
-    add("--data", type=Path, required=True, metavar="FOLDER", help="where cora.npz and citeseer.npz are")
+    add("--data", type=Path, required=True, metavar="FOLDER", help="folder with cora.npz and citeseer.npz")
     add("--sets", nargs="+", default=["cora", "citeseer"], metavar="NAME", help="(default: cora citeseer)")
     add("--arms", nargs="+", choices=list(ARMS), default=list(MAIN), metavar="ARM", help=f"of {', '.join(ARMS)}")
-    add("--seeds", type=int, default=20, help="how many, from 0 (default: %(default)s)")
-    add("--epochs", type=int, default=100_000, help="at most (default: %(default)s)")
-    add("--patience", type=int, default=100, help="epochs without a better validation (default: %(default)s)")
-    add("--threads", type=int, default=1, help="of torch (default: %(default)s)")
-    add("--runs", type=Path, default=Path("build/citation.jsonl"), help="where seeds are kept (default: %(default)s)")
+    add("--seeds", type=int, default=20, help="number of seeds, from 0 (default: %(default)s)")
+    add("--epochs", type=int, default=100_000, help="largest number of epochs (default: %(default)s)")
+    add("--patience", type=int, default=100, help="epochs without a better validation result (default: %(default)s)")
+    add("--threads", type=int, default=1, help="threads of torch (default: %(default)s)")
+    add("--runs", type=Path, default=Path("build/citation.jsonl"), help="file of the results (default: %(default)s)")
     add(
         "--out",
         type=common.output_file,
         default=common.PICTURES / "citation.png",
         help="the picture (default: docs/experiments/…)",
     )
-    add("--json", type=common.output_file, metavar="FILE", help="write the lines that the tables were made of")
+    add("--json", type=common.output_file, metavar="FILE", help="write the lines behind the tables")
     arguments = parser.parse_args(argv)
 
     def work() -> None:

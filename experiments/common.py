@@ -1,4 +1,4 @@
-"""What the experiments share: data, progress, tables, and files that are written whole or not at all."""
+"""Shared by the experiments: data, progress bars, tables, and atomic writes of files."""
 
 from __future__ import annotations
 
@@ -26,37 +26,37 @@ from torch import Tensor
 from polyhead import _files
 
 PICTURES = Path(__file__).resolve().parent.parent / "docs" / "experiments"
-# one colour an arm, the same in every picture; told apart by colour-blind readers too (Okabe and Ito)
+# one colour per arm, the same in every picture; safe for colour-blind readers (Okabe and Ito)
 BLUE, ORANGE, GREEN, GREY = "#0072B2", "#D55E00", "#009E73", "#7F7F7F"
 
 
-# of a file of arrays that is not whole, or holds something else
+# errors of a truncated file of arrays, or of one with other contents
 UNREADABLE = (KeyError, ValueError, OSError, EOFError, zipfile.BadZipFile)
 
 
 class DataError(Exception):
-    """A file of data is missing, or is not what it should be; the message says what to do."""
+    """A data file is missing or malformed; the message says what to do."""
 
 
 def natural(text: str) -> int:
-    """A whole number from 1 on, for argparse."""
+    """A positive integer, for argparse."""
     try:
         number = int(text)
     except ValueError:
         number = 0
     if number < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 on")
+        raise argparse.ArgumentTypeError(f"must be a positive integer, got {text!r}")
     return number
 
 
 def output_file(text: str) -> Path:
-    """A file that is to be written, for argparse: what could not be replaced is refused before any work is done."""
+    """An output file, for argparse; one that cannot be replaced is rejected before any work is done."""
     try:
-        found = _files.kind(text)
+        found = _files.file_type(text)
     except OSError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     if found not in ("regular file", None):
-        raise argparse.ArgumentTypeError(f"it must be a regular file or a new one, got a {found}: {text}")
+        raise argparse.ArgumentTypeError(f"must be a regular file or a new one, got a {found}: {text}")
     return Path(text)
 
 
@@ -64,11 +64,11 @@ class Citations(NamedTuple):
     """A citation graph with the public split of Planetoid (Yang 2016)."""
 
     features: Tensor
-    """Sparse (nodes, words); every row that is not empty sums to one."""
+    """Sparse (nodes, words); every nonempty row sums to one."""
     edge_index: Tensor
     """(2, edges), both directions, without self-loops."""
     labels: Tensor
-    """(nodes,); −1 where there is none."""
+    """(nodes,); −1 without a label."""
     train: Tensor
     valid: Tensor
     test: Tensor
@@ -88,7 +88,7 @@ def planetoid(folder: Path, name: str) -> Citations:
         count = np.diff(a["features_indptr"])
         rows = np.repeat(np.arange(len(count)), count)
         sums = np.bincount(rows, a["features_data"], len(count))
-        # an empty row, of which Citeseer has 15, stays empty
+        # empty rows, of which Citeseer has 15, remain empty
         values = (a["features_data"] / sums[rows]).astype(np.float32)
         at = torch.from_numpy(np.stack((rows, a["features_indices"].astype(np.int64))))
         features = torch.sparse_coo_tensor(
@@ -99,18 +99,18 @@ def planetoid(folder: Path, name: str) -> Citations:
         ]
         return Citations(features, *whole)
     except FileNotFoundError:
-        reason = f"there is no {file}"
+        reason = f"{file} does not exist"
     except UNREADABLE as error:
         reason = f"{file} cannot be read: {error}"
     raise DataError(
-        f"{reason}\nIt should hold {name} of https://github.com/kimiyoung/planetoid (data/ind.{name}.*) as one .npz with "
+        f"{reason}\nIt must contain {name} of https://github.com/kimiyoung/planetoid (data/ind.{name}.*) as one .npz with "
         "features_data, features_indices, features_indptr, features_shape (CSR), edge_index (2 x edges, both directions), "
         "labels, train, valid, test. Pass the folder it is in as --data."
     )
 
 
 def run(main: Callable[[], None]) -> int:
-    """Call it; an error of the user's becomes a message and exit code 1, and so does Ctrl-C."""
+    """Run an experiment; user errors and Ctrl-C become a message and exit code 1."""
     try:
         main()
     except (DataError, OSError) as error:
@@ -123,9 +123,9 @@ def run(main: Callable[[], None]) -> int:
 
 
 def add_shared(parser: argparse.ArgumentParser, picture: str) -> None:
-    """The options of an experiment that measures once, prints and draws: see `shown`."""
+    """Add the options of an experiment without saved runs: see `shown`."""
     add = parser.add_argument
-    add("--threads", type=natural, default=1, help="of torch (default: %(default)s)")
+    add("--threads", type=natural, default=1, help="threads of torch (default: %(default)s)")
     add("--out", type=output_file, default=PICTURES / picture, help="the picture")
     add("--json", type=output_file, metavar="FILE", help="write the results")
 
@@ -136,7 +136,7 @@ def shown(
     report: Callable[[dict[str, Any]], None],
     picture: Callable[[dict[str, Any]], Figure],
 ) -> int:
-    """Measure, print the tables, draw the picture, write the results; the exit code."""
+    """Measure, print the tables, draw the picture, write the results; returns the exit code."""
 
     def work() -> None:
         torch.set_num_threads(arguments.threads)
@@ -149,13 +149,13 @@ def shown(
 
 
 def write_whole(file: Path, content: bytes) -> None:
-    """Write a file, or leave it as it was."""
+    """Write a file atomically."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    _files.write_whole(file, content, "file")
+    _files.write_atomically(file, content, "file")
 
 
 def write_picture(file: Path, figure: Figure) -> None:
-    """The figure as a file of the kind that its name ends in."""
+    """Write a figure, in the format of the file's suffix."""
     buffer = io.BytesIO()
     figure.savefig(buffer, format=file.suffix.lstrip(".") or "png", dpi=150)
     write_whole(file, buffer.getvalue())
@@ -163,15 +163,15 @@ def write_picture(file: Path, figure: Figure) -> None:
 
 
 def write_json(file: Path | None, results: Any) -> None:
-    """The results as JSON, where a file is asked for."""
+    """Write the results as JSON, if a file is given."""
     if file is not None:
         write_whole(file, (json.dumps(results, indent=1) + "\n").encode())
 
 
 @contextlib.contextmanager
 def claimed(file: Path) -> Iterator[bool]:
-    """Whether this command has the file to itself, until the context ends or the command dies."""
-    # of Unix alone
+    """Lock a file until the context ends or the process dies; False if another process has it."""
+    # only on Unix
     import fcntl
 
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -185,7 +185,7 @@ def claimed(file: Path) -> Iterator[bool]:
 
 
 def append_line(file: Path, result: dict[str, Any]) -> None:
-    """Add one line of JSON in a single write, so that runs side by side do not mix theirs."""
+    """Append one line of JSON in a single write, so that lines of parallel runs do not mix."""
     file.parent.mkdir(parents=True, exist_ok=True)
     torn = file.exists() and file.stat().st_size > 0 and not file.read_bytes().endswith(b"\n")
     line = ("\n" if torn else "") + json.dumps(result) + "\n"
@@ -197,7 +197,7 @@ def append_line(file: Path, result: dict[str, Any]) -> None:
 
 
 def read_lines(file: Path) -> list[dict[str, Any]]:
-    """The lines of JSON in a file; one that a killed run left unfinished is passed over."""
+    """The lines of JSON in a file, without lines that a killed run left unfinished."""
     lines = []
     for text in file.read_text().splitlines() if file.exists() else ():
         try:
@@ -210,9 +210,9 @@ def read_lines(file: Path) -> list[dict[str, Any]]:
 def resumed(
     file: Path, wanted: Sequence[dict[str, Any]], measure: Callable[[dict[str, Any], Progress], dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """What is wanted, each with what was measured for it: as found in the file, or measured now and added to the file.
+    """The wanted runs with their results: read from the file, or measured now and appended to it.
 
-    A line of the file counts only if all fields agree, so that settings that have changed are measured anew.
+    A line of the file counts only if all fields agree, so changed settings are measured again.
     """
     found = {json.dumps(line.get("wanted"), sort_keys=True): line for line in read_lines(file)}
     lines = []
@@ -232,7 +232,7 @@ def resumed(
 
 
 def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """A table on the terminal, numbers to the right; of full width where the output is a file."""
+    """Print a table, with numbers right-aligned; at full width if the output is a file."""
     table = Table(title=title, title_justify="left", title_style="bold")
     for place, column in enumerate(columns):
         table.add_column(column, justify="right" if place else "left", no_wrap=True)
@@ -242,7 +242,7 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]
 
 
 def progress() -> Progress:
-    """A bar on standard error: `with progress() as bar`, then `bar.add_task`, `bar.update`."""
+    """A progress bar on standard error: `with progress() as bar`, then `bar.add_task`, `bar.update`."""
     return Progress(
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
         console=Console(stderr=True), transient=True,
@@ -250,7 +250,7 @@ def progress() -> Progress:
 
 
 def keep_memory() -> None:
-    """Let glibc keep what is freed: tensors of megabytes come and go in every step, and fresh pages cost a fifth of its time."""
+    """Let glibc keep freed memory: every step allocates megabytes, and fresh pages would cost a fifth of its time."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt is not None:
         trim_threshold, top_pad, mmap_threshold = -1, -2, -3

@@ -1,22 +1,22 @@
-"""Are nine heads a 3 x 3 convolution, and one head a 1 x 1 convolution? And do heads find the taps by themselves?
+"""Are nine heads a 3 x 3 convolution, and one head a 1 x 1 convolution? And do heads find the taps when trained?
 
     python experiments/convolution.py --data mnist.npz
 
-First, convolutions of random numbers and the attention that `from_conv` makes of them, one head a tap, on an image of nine channels
-(nine digits of MNIST, or nine drawn patterns without --data). Exactly, a head sees one point. With alpha it scores all points by
-−alpha·|distance to its own|², and `certificate` bounds the error: both are given as the largest difference at any point, as a
-vector of channels, over the largest output. Zeros beyond the border need a sink, to which more weight leaks, e^(−alpha/2), than to
-other points, e^−alpha; "replicate" is a convolution that sees the nearest point there, and needs none.
+First, random convolutions and the attention that `from_conv` makes of them, one head per tap, on an image of nine channels
+(nine digits of MNIST, or nine drawn patterns without --data). An exact head attends to one pixel. With alpha it scores all pixels
+by −alpha·|distance to its own|², and `certificate` bounds the error: both are given as the largest difference at any pixel, as a
+vector of channels, over the largest output. Zero padding needs a sink, to which more weight leaks, e^(−alpha/2), than to other
+pixels, e^−alpha; the padding "replicate" needs none.
 
-Second, attention learns a fixed random 3 x 3 convolution from images of noise. Its nine heads look around random points (standard
-deviation 1, alpha = 1), and the content has no part in the scores (W_Q = 0); where heads look, how sharply, W_V and W_O are learned.
+Second, attention learns a fixed random 3 x 3 convolution from images of noise. Its nine heads are centred at random offsets (standard
+deviation 1, alpha = 1), and scores do not depend on content (W_Q = 0); centres, alpha, W_V and W_O are learned.
 
-- narrow: a head moves one feature, d_model / h as usual, and each tap of the convolution is a matrix of rank one. What one head
-  moves then is one tap's, so that the heads have to find the taps.
-- wide: a head moves all nine features, and taps are dense matrices. W_O can undo any mixture of the taps, so that heads between
-  the points serve as well.
+- narrow: a head has one feature, d_model / h as usual, and each tap of the convolution is a matrix of rank one. One head then
+  serves one tap, so that the heads have to find the taps.
+- wide: a head has all nine features, and taps are dense matrices. W_O can undo any mixture of the taps, so that heads between
+  the pixels work as well.
 
-The learned layer goes through `to_conv`, which says how much weight its heads put elsewhere than on one point.
+`to_conv` of the learned layer reports how much weight its heads put on other pixels than their own.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ from rich.progress import Progress
 from torch import Tensor, nn
 
 from polyhead import Grid, MultiHeadAttention, QuadraticOffset, from_conv, to_conv
-from polyhead.nn.conv.extract import leaks
+from polyhead.nn.conv.extract import leaked_weight_per_head
 
 CHANNELS, HEADS, SIDE = 9, 9, 28
 ALPHAS = (2.0, 5.0, 10.0, 20.0, 40.0)
-# the alpha and the point of the pictures
+# the alpha and the pixel of the pictures
 SHOWN, POINT = 5.0, (14, 14)
-# the grid of the images of noise, and how many there are in a step
+# the size of the noise images, and their number per step
 NOISE, BATCH = 6, 8
 KINDS = ("narrow", "wide")
 
@@ -80,12 +80,12 @@ def patterns() -> Tensor:
 
 
 def apart(a: Tensor, b: Tensor) -> float:
-    """The largest difference at any point, as a vector of channels, over the largest output."""
+    """The largest difference at any pixel, as a vector of channels, over the largest output."""
     return ((a - b).norm(dim=0).max() / b.norm(dim=0).max()).item()
 
 
 def compare(conv: nn.Conv2d, image: Tensor, **options: Any) -> dict[str, Any]:
-    """How far a convolution's attention is from it: measured in fp32 and fp64, and bounded."""
+    """The difference between a convolution and its attention: measured in fp32 and fp64, and bounded."""
     found: dict[str, Any] = {}
     for dtype in (torch.float32, torch.float64):
         own, x = conv.to(dtype), image.to(dtype)
@@ -117,7 +117,7 @@ def equal(image: Tensor, seed: int) -> dict[str, dict[str, Any]]:
 
 
 def too_narrow(image: Tensor, seed: int) -> dict[str, Any]:
-    """What is said of heads of d_model / h features, and how near they come: with the nearest taps of that rank."""
+    """The error message for heads of d_model / h features, and their error with the nearest taps of that rank."""
     torch.manual_seed(seed)
     conv = nn.Conv2d(CHANNELS, CHANNELS, 3, padding=1).double()
     try:
@@ -133,7 +133,7 @@ def too_narrow(image: Tensor, seed: int) -> dict[str, Any]:
 
 
 def looks(image: Tensor, seed: int) -> dict[str, Any]:
-    """The images of the picture, and each head's weights around a point."""
+    """The images of the picture, and each head's weights around a pixel."""
     torch.manual_seed(seed)
     conv = nn.Conv2d(CHANNELS, CHANNELS, 3, padding=1).double()
     layer = from_conv(conv, alpha=SHOWN)
@@ -149,7 +149,7 @@ def looks(image: Tensor, seed: int) -> dict[str, Any]:
 
 
 class Learner:
-    """A convolution, and attention that learns it from a random start."""
+    """A convolution, and randomly initialised attention that learns it."""
 
     def __init__(self, kind: str, seed: int) -> None:
         torch.manual_seed(seed)
@@ -174,7 +174,7 @@ class Learner:
         return self.layer.position
 
     def train(self, steps: int, bar: Progress, name: str) -> dict[str, list[Any]]:
-        """Train; every tenth step's loss, as a share of the outputs' variance, and centres."""
+        """Train; returns the loss, as a fraction of the outputs' variance, and the centres of every tenth step."""
         centres, alpha = self.position.centres, self.position.alpha
         own = {id(centres), id(alpha)}
         others = [p for p in self.layer.parameters() if p.requires_grad and id(p) not in own]
@@ -202,16 +202,16 @@ class Learner:
 
 
 def taps_found(centres: Tensor) -> int:
-    """How many of the 3 x 3 points have a head within a quarter of a step."""
+    """How many of the 3 x 3 offsets have a head within a quarter of a pixel."""
     points = torch.cartesian_prod(torch.arange(-1, 2), torch.arange(-1, 2))
     return int((torch.cdist(points.to(centres), centres) < 0.25).any(1).sum())
 
 
 def learn(kind: str, seed: int, steps: int, bar: Progress) -> dict[str, Any]:
-    """One learner: its way, the taps it found, and the convolution that it has become."""
+    """Train one layer: its path, the taps it found, and the convolution that it became."""
     learner = Learner(kind, seed)
     seen = learner.train(steps, bar, f"{kind}, seed {seed}")
-    leaked = leaks(learner.position, None)
+    leaked = leaked_weight_per_head(learner.position, None)
     try:
         to_conv(learner.layer)
         said = ""
@@ -219,7 +219,7 @@ def learn(kind: str, seed: int, steps: int, bar: Progress) -> dict[str, Any]:
         said = str(error)
     near = to_conv(learner.layer, leak=1.0)
     assert isinstance(near, nn.Conv2d)
-    # as many points of padding on each side as the larger kernel has more
+    # pad the smaller kernel to the size of the larger
     more = [(a - b) // 2 for a, b in zip(near.kernel_size, (3, 3), strict=True)]
     one, other = (
         nn.functional.pad(w, (max(0, s * more[1]),) * 2 + (max(0, s * more[0]),) * 2)
@@ -261,7 +261,7 @@ def report(rows: dict[str, dict[str, Any]], narrow: dict[str, Any], learned: Seq
 
 
 def picture(shown: dict[str, Any], rows: dict[str, dict[str, Any]]) -> Figure:
-    """Images, where heads look, and errors against alpha."""
+    """Images, where heads attend, and errors against alpha."""
     figure = Figure(figsize=(12, 6.4), layout="constrained")
     above, below = figure.subfigures(2, 1, squeeze=False, height_ratios=(1, 1.15)).flat
     _images(above, shown)
@@ -269,11 +269,13 @@ def picture(shown: dict[str, Any], rows: dict[str, dict[str, Any]]) -> Figure:
     axes = left.subplots(3, 3)
     for head, axis in enumerate(axes.flat):
         _head(axis, shown["weights"][head], f"head {head}: {shown['weights'][head].max():.2f}")
-    left.suptitle(f"where the nine heads look, alpha = {SHOWN:g}\n(5 x 5 points around the query, a dot)", fontsize=10)
+    left.suptitle(
+        f"where the nine heads attend, alpha = {SHOWN:g}\n(5 x 5 pixels around the query, a dot)", fontsize=10
+    )
     axis = right.subplots()
     for kind, line in (("3 x 3", "-"), ("3 x 3 replicate", "--")):
         for field, colour, name in (("bound", GREY, "bound"), ("64", BLUE, "fp64"), ("32", ORANGE, "fp32")):
-            # what is zero has no place on the axis
+            # zero cannot be shown on a logarithmic axis
             y = [rows[f"{kind}, alpha = {alpha:g}"][field] or float("nan") for alpha in ALPHAS]
             beyond = "zeros" if kind == "3 x 3" else "nearest point"
             axis.plot(ALPHAS, y, f"o{line}", color=colour, ms=4, lw=1.5, label=f"{name}, {beyond} beyond the border")
@@ -281,7 +283,7 @@ def picture(shown: dict[str, Any], rows: dict[str, dict[str, Any]]) -> Figure:
         axis.axhline(rows["3 x 3"][field] or float("nan"), color=colour, ls=":", lw=1)
     axis.set_yscale("log")
     axis.set_ylim(1e-17, 1e5)
-    axis.set_xlabel("alpha (dotted lines: heads that see one point)")
+    axis.set_xlabel("alpha (dotted lines: heads that attend to one pixel)")
     axis.set_ylabel("largest error, of the largest output")
     axis.grid(alpha=0.3)
     axis.legend(frameon=False, fontsize=9, ncols=2, loc="upper right")
@@ -295,7 +297,7 @@ def _images(figure: SubFigure, shown: dict[str, Any]) -> None:
     parts = (
         ("one of nine channels", shown["image"], "gray_r", 0.0, 1.0),
         ("3 x 3 convolution", shown["convolution"], "RdBu_r", -limit, limit),
-        (f"nine heads that see one point\nlargest difference {gap:.0e}", shown["exact"], "RdBu_r", -limit, limit),
+        (f"nine heads that attend to one pixel\nlargest difference {gap:.0e}", shown["exact"], "RdBu_r", -limit, limit),
         (f"nine heads, alpha = {SHOWN:g}", shown["soft"], "RdBu_r", -limit, limit),
         (f"ten times the difference at alpha = {SHOWN:g}", 10 * (shown["soft"] - shown["convolution"]), "RdBu_r", -limit, limit),
     )  # fmt: skip
@@ -315,11 +317,11 @@ def _head(axis: Axes, weights: Tensor, name: str) -> None:
 
 
 def picture_of_learning(learned: Sequence[dict[str, Any]]) -> Figure:
-    """How centres move on the lattice, of the best of the narrow and of the wide, and the losses of all."""
+    """The paths of the centres, for the best narrow and the best wide layer, and the losses of all."""
     figure = Figure(figsize=(12, 4.2), layout="constrained")
     axes = figure.subplots(1, 3)
     for axis, kind in zip(axes, KINDS, strict=False):
-        # the one that learned best
+        # the one with the smallest loss
         one = min((one for one in learned if one["kind"] == kind), key=lambda one: one["end"])
         way = torch.tensor(one["centres"])
         points = torch.cartesian_prod(torch.arange(-1, 2), torch.arange(-1, 2))
@@ -334,7 +336,7 @@ def picture_of_learning(learned: Sequence[dict[str, Any]]) -> Figure:
         axis.set_aspect("equal")
         axis.set_xticks((-1, 0, 1))
         axis.set_yticks((-1, 0, 1))
-        what = "one feature a head, taps of rank one" if kind == "narrow" else "nine features a head, dense taps"
+        what = "one feature per head, taps of rank one" if kind == "narrow" else "nine features per head, dense taps"
         axis.set_title(f"{what}\nseed {one['seed']}: {one['found']} of 9 taps found, loss {one['end']:.0e}", fontsize=9)
         axis.legend(frameon=False, fontsize=8, loc="upper right")
     for kind, colour in zip(KINDS, (GREEN, GREY), strict=True):
@@ -343,7 +345,7 @@ def picture_of_learning(learned: Sequence[dict[str, Any]]) -> Figure:
             axes[2].plot(x, one["loss"], color=colour, lw=1, alpha=0.8, label=None if number else kind)
     axes[2].set_yscale("log")
     axes[2].set_xlabel("steps")
-    axes[2].set_title("loss, as a share of the outputs' variance; a line a seed", fontsize=9)
+    axes[2].set_title("loss, as a fraction of the outputs' variance; one line per seed", fontsize=9)
     axes[2].grid(alpha=0.3)
     axes[2].legend(frameon=False, fontsize=9)
     return figure
@@ -354,11 +356,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     add = parser.add_argument
     add("--data", type=Path, metavar="FILE", help="mnist.npz (default: drawn patterns)")
-    add("--seed", type=int, default=0, help="of the convolutions that are compared")
-    add("--seeds", type=natural, default=6, help="of learning, from 0 (default: %(default)s)")
-    add("--steps", type=natural, default=1200, help="of learning (default: %(default)s)")
-    add("--threads", type=natural, default=1, help="of torch (default: %(default)s)")
-    add("--out", type=output_file, default=PICTURES / "convolution.png", help="the picture; …_learned beside it")
+    add("--seed", type=int, default=0, help="seed of the compared convolutions")
+    add("--seeds", type=natural, default=6, help="number of seeds for learning, from 0 (default: %(default)s)")
+    add("--steps", type=natural, default=1200, help="training steps (default: %(default)s)")
+    add("--threads", type=natural, default=1, help="threads of torch (default: %(default)s)")
+    add(
+        "--out",
+        type=output_file,
+        default=PICTURES / "convolution.png",
+        help="the picture; a second one gets the suffix _learned",
+    )
     add("--json", type=output_file, metavar="FILE", help="write the numbers")
     arguments = parser.parse_args(argv)
 

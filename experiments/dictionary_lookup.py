@@ -1,22 +1,22 @@
-"""Can GAT look a word up? The DictionaryLookup problem of "How Attentive are Graph Attention Networks?" (Brody 2021).
+"""Can GAT look up a word? The DictionaryLookup problem of "How Attentive are Graph Attention Networks?" (Brody 2021).
 
     python experiments/dictionary_lookup.py
 
 A dictionary has k keys with k values, one each. It is a complete bipartite graph: k key nodes, which carry (key, value), point to
-k query nodes, which carry a key, and each query node is to name its value. So every query has to attend to a key of its own,
+k query nodes, which carry a key, and each query node has to predict its value. So every query has to attend to its own key,
 which *static* attention, one ranking of the keys for all queries, cannot do.
 
 The network is the paper's: embedding of the key + embedding of the value, 128 features, ReLU, dropout of one half, one attention
-layer, a linear map to the k values without a bias. Embeddings start at a tenth of the usual size: without dropout, or from a full
-size, GATv2 fits the training dictionaries too and may rule out the few pairs that it never saw. Adam at 1e-3, gradients clipped
+layer, a linear map to the k values without a bias. Embeddings start at a tenth of the usual size: without dropout, or with the usual
+size, GATv2 also fits the training dictionaries, but may exclude the few pairs that it never saw. Adam at 1e-3, gradients clipped
 to norm 1.
 
-The split is that of the paper's code: of all k² pairs (key, value), int(0.8^(1/k) · k²) are drawn to be seen. A dictionary of
-which all pairs are seen is for training, any other for testing: about 80 % are for training. Dictionaries are all k! of them,
-or 32,000 at random where there are more. "Test" is the accuracy over all nodes of test dictionaries; most of them have a seen
-pair, so "unseen" counts only those that have not.
+The split is that of the paper's code: of all k² pairs (key, value), int(0.8^(1/k) · k²) are drawn as seen. A dictionary
+whose pairs are all seen is for training, any other for testing: about 80 % are for training. All k! dictionaries are used,
+or 32,000 random ones if there are more. "Test" is the accuracy over all nodes of test dictionaries; most of them have seen
+pairs, so "unseen" counts only the pairs that are not.
 
-Where we differ from the authors' code: it gives GAT self-loops, and GATv2 one projection for queries and keys; its dropout is
+Differences from the authors' code: it gives GAT self-loops, and GATv2 one projection for queries and keys; its dropout is
 never switched off, not in evaluation either; it halves the learning rate and stops by the test accuracy,
 and reports the best. Here nothing depends on test data: training ends at --steps, or earlier when the training dictionaries are
 at 100 % in --perfect evaluations in a row, or have gained less than 0.1 points in --patience of them, 50 steps apart.
@@ -61,8 +61,8 @@ COLOURS = dict(zip(ARMS, (BLUE, GREEN, ORANGE), strict=True))
 SIZES = [*range(4, 11), *range(12, 21, 2), 30]
 DIM = 128
 MOST = 32_000
-# dictionaries of each kind that an evaluation looks at
-LOOKED_AT = 1_000
+# number of dictionaries of each kind per evaluation
+EVALUATED = 1_000
 
 
 class Dictionaries(NamedTuple):
@@ -74,7 +74,7 @@ class Dictionaries(NamedTuple):
 
 
 def dictionaries(k: int, seed: int) -> Dictionaries:
-    """Draw the pairs that are seen, and split the dictionaries by them."""
+    """Draw the seen pairs, and split the dictionaries by them."""
     draw = torch.Generator().manual_seed(seed)
     if math.factorial(k) > MOST:
         values = torch.rand(MOST, k, generator=draw).argsort(-1)
@@ -95,7 +95,7 @@ class Lookup(nn.Module):
         super().__init__()
         self.k = k
         self.key = nn.Embedding(k, DIM)
-        # the last one is for nodes without a value, the queries
+        # the last one is for the queries, which have no value
         self.value = nn.Embedding(k + 1, DIM)
         for embedding in (self.key, self.value):
             nn.init.normal_(embedding.weight, std=0.1)
@@ -117,17 +117,36 @@ class Lookup(nn.Module):
 def right(lookup: Lookup, values: Tensor, batch: int) -> Tensor:
     """Whether each query's value is found, `(dictionaries, k)`."""
     lookup.eval()
-    parts = values[:LOOKED_AT].split(batch)
+    parts = values[:EVALUATED].split(batch)
     found = torch.cat([lookup(part)[0].argmax(-1) == part for part in parts])
     lookup.train()
     return found
 
 
+class Schedule(NamedTuple):
+    """How long a network is trained: at most `steps`, with an evaluation every `every` of them.
+
+    Training ends early after `perfect` evaluations in a row at 100 %, or after `patience` of them without a gain.
+    """
+
+    steps: int
+    batch: int
+    perfect: int = 8
+    patience: int = 20
+    every: int = 50
+
+
 def fit(
-    k: int, score: Literal["gat", "gatv2"], num_heads: int, *,
-    seed: int, steps: int, batch: int, every: int = 50, perfect: int = 8, patience: int = 20, bar: Progress | None = None,
-) -> tuple[Lookup, dict[str, Any]]:  # fmt: skip
-    """Train one network on the dictionaries of size k: itself, and how well it does."""
+    k: int,
+    score: Literal["gat", "gatv2"],
+    num_heads: int,
+    schedule: Schedule,
+    *,
+    seed: int,
+    bar: Progress | None = None,
+) -> tuple[Lookup, dict[str, Any]]:
+    """Train one network on the dictionaries of size k; return it and its accuracies."""
+    steps, batch, perfect, patience, every = schedule
     torch.manual_seed(seed)
     data, lookup = dictionaries(k, seed), Lookup(k, score, num_heads)
     optimizer = torch.optim.Adam(lookup.parameters(), 1e-3)
@@ -153,8 +172,8 @@ def fit(
     if bar is not None and task is not None:
         bar.remove_task(task)
     found = right(lookup, data.test, batch)
-    looked = data.test[:LOOKED_AT]
-    unseen = ~data.seen[torch.arange(k), looked]
+    evaluated = data.test[:EVALUATED]
+    unseen = ~data.seen[torch.arange(k), evaluated]
     return lookup, {
         "train": right(lookup, data.train, batch).float().mean().item(),
         "test": found.float().mean().item(),
@@ -164,12 +183,12 @@ def fit(
 
 
 def best(lines: Sequence[dict[str, Any]], k: int, arm: str) -> dict[str, Any]:
-    """The seed that fits the training dictionaries best: what an arm can do. Test dictionaries have no say in it."""
+    """The seed that fits the training dictionaries best; test dictionaries do not influence the choice."""
     return max((line for line in lines if (line["k"], line["arm"]) == (k, arm)), key=lambda line: line["train"])
 
 
 def report(lines: Sequence[dict[str, Any]]) -> None:
-    """Accuracies and steps of the best seed, and how many there are; a row a size, a column an arm."""
+    """Accuracies and steps of the best seed, and the number of seeds; one row per size, one column per arm."""
     names = list(dict.fromkeys(line["arm"] for line in lines))
     rows = []
     for k in dict.fromkeys(line["k"] for line in lines):
@@ -187,10 +206,10 @@ def report(lines: Sequence[dict[str, Any]]) -> None:
 
 
 def picture(lines: Sequence[dict[str, Any]]) -> Figure:
-    """Accuracy against k: of training and test dictionaries, of unseen pairs; a dot a seed, a line through the best."""
+    """Accuracy against k: of training and test dictionaries, of unseen pairs; one dot per seed, a line through the best."""
     figure = Figure(figsize=(11, 4.1), layout="constrained")
     titles = {"train": "training dictionaries", "test": "test dictionaries", "unseen": "pairs that were never seen"}
-    # a large k stands beside the others, not to scale
+    # sizes are equally spaced, not to scale
     place = {k: at for at, k in enumerate(sorted({line["k"] for line in lines}))}
     for axis, (what, title) in zip(figure.subplots(1, 3, sharey=True), titles.items(), strict=True):
         for arm in dict.fromkeys(line["arm"] for line in lines):
@@ -217,13 +236,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     add = parser.add_argument
     add("--sizes", type=int, nargs="+", default=SIZES, metavar="K", help=f"(default: {' '.join(map(str, SIZES))})")
     add("--arms", nargs="+", choices=list(ARMS), default=list(ARMS), metavar="ARM", help=f"of {', '.join(ARMS)}")
-    add("--seeds", type=int, default=1, help="how many, from 0 (default: %(default)s)")
-    add("--steps", type=int, default=3000, help="at most (default: %(default)s)")
-    add("--batch", type=int, default=256, help="dictionaries in a step; 1,024 in the paper (default: %(default)s)")
-    add("--perfect", type=int, default=8, help="stop after so many evaluations at 100 %% (default: %(default)s)")
-    add("--patience", type=int, default=20, help="stop after so many without a gain (default: %(default)s)")
-    add("--threads", type=int, default=1, help="of torch (default: %(default)s)")
-    add("--runs", type=Path, default=Path("build/dictionary_lookup.jsonl"), help="where results are kept")
+    add("--seeds", type=int, default=1, help="number of seeds, from 0 (default: %(default)s)")
+    add("--steps", type=int, default=3000, help="largest number of steps (default: %(default)s)")
+    add("--batch", type=int, default=256, help="dictionaries per step; 1,024 in the paper (default: %(default)s)")
+    add("--perfect", type=int, default=8, help="stop after this many evaluations at 100 %% (default: %(default)s)")
+    add(
+        "--patience",
+        type=int,
+        default=20,
+        help="stop after this many evaluations without a gain (default: %(default)s)",
+    )
+    add("--threads", type=int, default=1, help="threads of torch (default: %(default)s)")
+    add("--runs", type=Path, default=Path("build/dictionary_lookup.jsonl"), help="file of the results")
     add("--out", type=output_file, default=PICTURES / "dictionary_lookup.png", help="the picture")
     add("--json", type=output_file, metavar="FILE", help="write the results")
     arguments = parser.parse_args(argv)
@@ -237,7 +261,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         ]  # fmt: skip
 
         def one(line: dict[str, Any], bar: Progress) -> dict[str, Any]:
-            return fit(line["k"], *ARMS[line["arm"]], seed=line["seed"], bar=bar, **settings)[1]
+            return fit(line["k"], *ARMS[line["arm"]], Schedule(**settings), seed=line["seed"], bar=bar)[1]
 
         lines = resumed(arguments.runs, wanted, one)
         report(lines)

@@ -1,20 +1,21 @@
-"""How many heads does a 3 x 3 convolution take, and how wide must they be? The error of the best h-head attention.
+"""How many heads does a 3 x 3 convolution need, and how wide must they be? The error of the best h-head attention.
 
     python experiments/head_count.py
 
 A layer of h heads whose weights do not depend on content is y_p = Σ_h W_h Σ_δ a_h(δ) x_(p+δ): it has the kernel Σ_h a_h ⊗ W_h. A
-kernel K of 9 offsets, as a matrix of 9 rows with c_out · c_in numbers each, is to be the product A V: a column of A is a head's
-weights, nine that are not negative and sum to 1, and a row of V its W_h = W_O W_V.
+kernel K of 9 offsets, as a matrix of 9 rows with c_out · c_in numbers each, has to be the product A V: a column of A is a head's
+weights, nine nonnegative numbers that sum to 1, and a row of V its W_h = W_O W_V.
 
-How many heads. The error is no less than the singular values of K that h leaves over (Eckart and Young 1936). That much is reached
-if and only if the space of the first h left singular vectors has a vector u that is positive wherever they are not all zero: then a
-basis b_i of it gives heads b_i + t u, for t large enough; and conversely the sum of heads that span it is such a vector. If not,
-one head more is always enough, since the space with the vector of ones has one. (This is semi-nonnegative matrix factorisation,
-Gillis and Kumar 2015.) So a kernel of rank r takes r heads or r + 1. Of kernels drawn at random the share for which weights of one
-sign cost nothing is that of 9 random points in h dimensions on one side of a plane, Σ_(k<h) C(8, k) / 2⁸ (Wendel 1962).
+How many heads. The error is at least the singular values of K beyond the first h (Eckart and Young 1936). This bound is reached
+if and only if the span of the first h left singular vectors contains a vector u that is positive wherever they are not all zero:
+then a basis b_i of it gives heads b_i + t u, for t large enough; and conversely the sum of heads that span it is such a vector. If
+not, one more head is always enough, since the space with the vector of ones has one. (This is semi-nonnegative matrix
+factorisation, Gillis and Kumar 2015.) So a kernel of rank r needs r or r + 1 heads. The share of random kernels for which
+nonnegative weights cost nothing is the probability that 9 random points in h dimensions lie on one side of a plane,
+Σ_(k<h) C(8, k) / 2⁸ (Wendel 1962).
 
-How wide. With heads of head_dim features W_h has that rank at most. One head a tap then loses the singular values of the taps
-beyond; heads that mix taps lose less. Below are the best of several starts by Adam; errors are |K − A V| / |K|.
+How wide. With heads of head_dim features, W_h has at most that rank. One head per tap then loses the remaining singular values of
+the taps; heads that mix taps lose less. Results are the best of several starts of Adam; errors are |K − A V| / |K|.
 """
 
 from __future__ import annotations
@@ -28,19 +29,14 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from common import BLUE, GREEN, GREY, ORANGE, add_shared, natural, print_table, progress, shown
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from common import add_shared, natural, progress, shown
+from head_count_report import TAPS, picture, report
 from torch import Tensor
 
 from polyhead import MultiHeadAttention
 
-TAPS = 9
 OFFSETS = tuple(product((-1, 0, 1), repeat=2))
-# an error that is rounding, or steps that Adam did not take
-NONE = 1e-3
-# of A: directions that are smaller by so much are not used, since they would need as large values
+# singular values of A below this fraction are not used, since they would need large values
 _SMALL = 1e-8
 
 
@@ -48,13 +44,13 @@ def kernels(channels: int, seed: int) -> dict[str, Tensor]:
     """Kernels by name, (taps, out, in)."""
     draw = torch.Generator().manual_seed(seed)
     normal = lambda *shape: torch.randn(*shape, dtype=torch.float64, generator=draw)
-    # patterns over the nine offsets, each with a matrix of its own
+    # patterns over the nine offsets, each with its own matrix
     built = lambda patterns: torch.einsum("rk,roi->koi", patterns, normal(len(patterns), channels, channels))
     row = torch.tensor([1.0, 2.0, 1.0], dtype=torch.float64)
     slope = torch.tensor([-1.0, 0.0, 1.0], dtype=torch.float64)
     blur, across, down = (torch.outer(a, b).flatten() for a, b in ((row, row), (row, slope), (slope, row)))
     centre = F.one_hot(torch.tensor(TAPS // 2), TAPS).double()
-    # each channel by itself, by the two of Sobel's filters in turn
+    # separate channels, with the two Sobel filters in turn
     edges = torch.einsum("ck,co->koc", torch.stack((across, down)).repeat(channels, 1)[:channels], torch.eye(channels, dtype=torch.float64))  # fmt: skip
     own = torch.einsum("ck,co->koc", normal(channels, TAPS), torch.eye(channels, dtype=torch.float64))
     return {
@@ -69,7 +65,7 @@ def kernels(channels: int, seed: int) -> dict[str, Tensor]:
 
 
 def leftover(kernel: Tensor, heads: int) -> float:
-    """The share of the kernel that no matrix of that rank has: what any such attention loses at the least."""
+    """The relative error of the best matrix of that rank: a lower bound for any such attention."""
     sizes = torch.linalg.svdvals(kernel.flatten(1))
     return float(sizes[heads:].norm() / sizes.norm())
 
@@ -79,23 +75,23 @@ def rank(kernel: Tensor) -> int:
 
 
 def positive(vectors: Tensor) -> Tensor | None:
-    """A vector of the space of these columns that is positive wherever they are not all zero, if there is one.
+    """A vector in the span of these columns that is positive wherever they are not all zero, or None.
 
-    There is none if and only if some mean of the rows, with weights that are not negative, is zero (Gordan 1873); otherwise the
-    products of the rows with the mean that is nearest to zero are positive. The nearest is one of rows that are independent, so
-    trying all sets of rows finds it.
+    There is no such vector if and only if some mean of the rows with nonnegative weights is zero (Gordan 1873); otherwise the
+    products of the rows with the mean nearest to zero are positive. That mean uses independent rows, so trying all sets of rows
+    finds it.
     """
     there = vectors.norm(dim=-1) > 1e-9
     rows = vectors[there]
     number = len(rows)
     sets = torch.tensor(list(product((0.0, 1.0), repeat=number))[1:], dtype=rows.dtype)
     sets = sets[sets.sum(-1) <= vectors.shape[1] + 1]
-    # weights y of a set: as small a mean as can be, and a sum of one
+    # weights y of a set: the smallest mean, with sum one
     wide = torch.cat((rows, torch.ones(number, 1, dtype=rows.dtype)), 1).T
-    wanted = F.one_hot(torch.tensor(wide.shape[0] - 1), wide.shape[0]).to(rows.dtype)
-    y = torch.linalg.pinv(wide * sets[:, None, :], rtol=1e-10) @ wanted
+    target = F.one_hot(torch.tensor(wide.shape[0] - 1), wide.shape[0]).to(rows.dtype)
+    y = torch.linalg.pinv(wide * sets[:, None, :], rtol=1e-10) @ target
     y = y[(y > -1e-9).all(-1)]
-    missed = (y @ wide.T - wanted).norm(dim=-1)
+    missed = (y @ wide.T - target).norm(dim=-1)
     if missed.min() < 1e-7:
         return None
     return vectors @ (y[missed.argmin()] @ rows)
@@ -110,19 +106,19 @@ def first_vectors(kernel: Tensor, heads: int) -> Tensor:
 
 
 def needed(kernel: Tensor) -> int:
-    """How many heads the kernel takes."""
+    """The number of heads that the kernel needs."""
     number = rank(kernel)
     return number if one_signed(first_vectors(kernel, number)) else number + 1
 
 
 def built(kernel: Tensor) -> Tensor:
-    """The weights (taps, heads) of as few heads as have the kernel exactly: b_i + t u."""
+    """The weights (taps, heads) of the fewest heads that represent the kernel exactly: b_i + t u."""
     basis = first_vectors(kernel, rank(kernel))
     u = positive(basis)
     if u is None:
         u = torch.ones(TAPS, dtype=basis.dtype)
         basis = torch.linalg.qr(torch.cat((basis, u[:, None]), 1)).Q
-    # none of them may take from u what another adds
+    # no basis vector may point against u
     basis = basis * torch.where(basis.T @ u < 0, -1.0, 1.0)
     there = u > 0
     t = (-basis[there] / u[there, None]).amax().clamp(min=0)
@@ -131,7 +127,7 @@ def built(kernel: Tensor) -> Tensor:
 
 
 def wendel(heads: int) -> float:
-    """The share of random kernels for which weights of one sign cost nothing."""
+    """The share of random kernels for which nonnegative weights cost nothing."""
     return sum(math.comb(TAPS - 1, k) for k in range(heads)) / 2 ** (TAPS - 1)
 
 
@@ -144,7 +140,7 @@ def fitted(
     seed: int,
     advance: Callable[[], None] | None = None,
 ) -> list[Tensor]:
-    """Of each kernel the weights (taps, heads) of the best heads found: softmax by Adam, and the values that are best with them."""
+    """For each kernel the weights (taps, heads) of the best heads found: softmax by Adam, with the best values for them."""
     draw = torch.Generator().manual_seed(seed)
     flat = torch.stack([kernel.flatten(1) / kernel.norm() for kernel in every])[:, None]
     logits = 3 * torch.randn(len(every), starts, TAPS, heads, dtype=flat.dtype, generator=draw)
@@ -162,7 +158,7 @@ def fitted(
 
 
 def error(kernel: Tensor, weights: Tensor) -> float:
-    """What heads of these weights lose of a kernel, with the best values."""
+    """The relative error of heads with these weights and the best values."""
     return float((kernel - torch.einsum("kh,hoi->koi", weights, values(kernel, weights))).norm() / kernel.norm())
 
 
@@ -172,7 +168,7 @@ def values(kernel: Tensor, weights: Tensor) -> Tensor:
 
 
 def layer_of(kernel: Tensor, weights: Tensor) -> MultiHeadAttention:
-    """These heads as a layer that does not look at content."""
+    """These heads as a layer whose weights do not depend on content."""
     _, out, channels = kernel.shape
     heads = weights.shape[1]
     layer = MultiHeadAttention(channels, heads, head_dim=1, value_dim=channels, d_out=out, bias=False).double()
@@ -188,7 +184,7 @@ def layer_of(kernel: Tensor, weights: Tensor) -> MultiHeadAttention:
 
 
 def convolved(kernel: Tensor, image: Tensor) -> Tensor:
-    """The convolution of an image (channels, height, width) whose borders are joined, (items, out)."""
+    """The convolution of an image (channels, height, width) with periodic borders, (items, out)."""
     # (out, in, 3, 3)
     taps = kernel.movedim(0, -1).unflatten(-1, (3, 3))
     return F.conv2d(F.pad(image[None], (1, 1, 1, 1), mode="circular"), taps)[0].flatten(1).mT
@@ -208,18 +204,18 @@ def attended(kernel: Tensor, weights: Tensor, image: Tensor) -> Tensor:
 
 
 def apart(kernel: Tensor, weights: Tensor, image: Tensor) -> float:
-    """How far the layer is from the convolution with its kernel, A V, on an image; of the convolution's size."""
+    """The relative difference of the layer from the convolution with its kernel, A V, on an image."""
     expected = convolved(torch.einsum("kh,hoi->koi", weights, values(kernel, weights)), image)
     return float((attended(kernel, weights, image) - expected).norm() / expected.norm())
 
 
 def narrow(kernel: Tensor, heads: int, head_dim: int, *, starts: int, steps: int, seed: int) -> float:
-    """The least error found of heads that are so wide: softmax and W_V by Adam, and the W_O that is best with them."""
+    """The smallest error found for heads of this width: softmax and W_V by Adam, with the best W_O for them."""
     draw = torch.Generator().manual_seed(seed)
     normal = lambda *shape: torch.randn(starts, *shape, dtype=torch.float64, generator=draw)
     taps, _, channels = kernel.shape
     logits, maps = 3 * normal(taps, heads), normal(heads, head_dim, channels)
-    # the first start is one head a tap, of which the others know nothing
+    # the first start is one head per tap, the others are random
     logits[0] = 6 * torch.eye(taps, heads)
     maps[0] = torch.linalg.svd(kernel).Vh[:heads, :head_dim]
     # (out, in · taps)
@@ -244,7 +240,7 @@ def narrow(kernel: Tensor, heads: int, head_dim: int, *, starts: int, steps: int
 def _descend(
     of: list[Tensor], loss: Callable[[], Tensor], steps: int, advance: Callable[[], None] | None = None
 ) -> None:
-    """Adam, ever slower."""
+    """Adam with a cosine schedule."""
     for x in of:
         x.requires_grad_()
     adam = torch.optim.Adam(of, lr=0.1)
@@ -259,12 +255,12 @@ def _descend(
 
 
 def numbers(channels: int, heads: int, head_dim: int) -> int:
-    """How many free numbers such heads have: eight weights each, and a matrix of rank head_dim."""
+    """The number of free numbers of such heads: eight weights each, and a matrix of rank head_dim."""
     return heads * (TAPS - 1 + head_dim * (2 * channels - head_dim))
 
 
 def count_heads(channels: int, starts: int, steps: int, draws: int, seed: int) -> dict[str, Any]:
-    """The errors of every kernel for one to nine heads, and of many random kernels whether signs cost something."""
+    """The errors of every kernel for one to nine heads, and how often nonnegative weights cost a random kernel nothing."""
     every = kernels(channels, seed)
     draw = torch.Generator().manual_seed(seed)
     image = torch.randn(channels, 5, 6, dtype=torch.float64, generator=draw)
@@ -293,7 +289,7 @@ def count_heads(channels: int, starts: int, steps: int, draws: int, seed: int) -
 
 
 def widen_heads(channels: int, starts: int, steps: int, seed: int) -> list[dict[str, Any]]:
-    """The dense kernel, with nine heads that are 1, 2, … wide; and with heads of the usual width, channels / heads."""
+    """The errors of the dense kernel with nine heads of width 1, 2, …; and with heads of the usual width, channels / heads."""
     kernel = kernels(channels, seed)["dense"]
     sizes = torch.linalg.svdvals(kernel)
     wanted = [(channels, 1), *((TAPS, head_dim) for head_dim in range(1, channels + 1))]
@@ -308,97 +304,14 @@ def widen_heads(channels: int, starts: int, steps: int, seed: int) -> list[dict[
     return rows
 
 
-def report(found: dict[str, Any]) -> None:
-    columns = ("kernel", "rank", "heads", *(f"h = {h}" for h in range(1, TAPS + 1)))
-    rows = []
-    for name, of in found["heads"]["kernels"].items():
-        cells = [_both(best, least) for best, least in zip(of["found"], of["least"], strict=True)]
-        rows.append((name, f"{of['rank']}", f"{of['needed']}", *cells))
-    shares = found["heads"]["costless"]
-    print_table("error of h heads (the least by singular values, where it is less)", columns, rows)
-    columns = ("", *(f"h = {h}" for h in range(1, TAPS + 1)))
-    rows = [(name, *(f"{share:.1%}" for share in shares[name])) for name in ("counted", "expected")]
-    print_table(f"random kernels for which signs cost nothing, of {found['heads']['draws']}", columns, rows)
-    largest = max(max(of["layer"]) for of in found["heads"]["kernels"].values())
-    exact = max(of["built"] for of in found["heads"]["kernels"].values())
-    print(f"as many heads as a kernel takes, built as the text says, have it to {exact:.1e} of its size")
-    print(
-        f"the heads that were found as a layer, on an image: they are the convolution with their kernel to {largest:.1e} of its size"
-    )
-    rows = [
-        (
-            f"{one['heads']}", f"{one['head_dim']}", "" if one["one a tap"] is None else f"{one['one a tap']:.3f}",
-            f"{one['found']:.3f}", f"{one['numbers']} of {one['asked']}",
-        )
-        for one in found["widths"]
-    ]  # fmt: skip
-    columns = ("heads", "head_dim", "one head a tap", "best found", "free numbers, of as many")
-    print_table(f"error for the dense kernel, {found['channels']} channels", columns, rows)
-
-
-def _both(best: float, least: float) -> str:
-    return f"{best:.3f}" if best - least < NONE else f"{best:.3f} ({least:.3f})"
-
-
-def picture(found: dict[str, Any]) -> Figure:
-    """Errors by the number of heads and by their width."""
-    figure = Figure(figsize=(12, 4.6), layout="constrained")
-    left, right = figure.subplots(1, 2, width_ratios=(1.25, 1))
-    _draw_heads(left, found["heads"]["kernels"])
-    _draw_widths(right, found["widths"], found["channels"])
-    return figure
-
-
-def _draw_heads(axis: Axes, found: dict[str, Any]) -> None:
-    looks = (
-        ("dense", BLUE, "o"), ("depthwise", GREY, "s"), ("three patterns", GREEN, "D"), ("depthwise slopes", ORANGE, "^"), ("blur", "black", "v"),
-    )  # fmt: skip
-    heads = range(1, TAPS + 1)
-    for name, colour, marker in looks:
-        of = found[name]
-        axis.plot(heads, of["found"], marker=marker, ms=5, lw=1.4, color=colour, label=f"{name}: rank {of['rank']}, takes {of['needed']}")  # fmt: skip
-        axis.plot(heads, of["least"], ls=":", lw=1.4, color=colour)
-    axis.plot([], [], ls=":", color="black", label="the least, by singular values: any signs")
-    axis.set_xlabel("heads, as wide as the image has channels")
-    axis.set_ylabel("error of the kernel, relative")
-    axis.set_title("how many heads a 3 x 3 convolution takes", fontsize=10)
-    axis.legend(fontsize=8, frameon=False)
-    _finish(axis)
-
-
-def _draw_widths(axis: Axes, found: list[dict[str, Any]], channels: int) -> None:
-    nine = [one for one in found if one["heads"] == TAPS]
-    widths = [one["head_dim"] for one in nine]
-    axis.plot(widths, [one["one a tap"] for one in nine], "s-", ms=5, lw=1.4, color=ORANGE, label="9 heads, one a tap")
-    axis.plot(widths, [one["found"] for one in nine], "o-", ms=5, lw=1.4, color=BLUE, label="9 heads, the best found")
-    for one in found:
-        if one["heads"] != TAPS:
-            name = f"{one['heads']} heads of d_model / {one['heads']}, as is usual"
-            axis.plot(one["head_dim"], one["found"], "*", ms=11, color="black", label=name)
-    enough = min(one["head_dim"] for one in nine if one["numbers"] >= one["asked"])
-    axis.axvspan(0.5, enough - 0.5, color=GREY, alpha=0.12, lw=0, label="fewer free numbers than the kernel has")
-    axis.set_xlim(0.5, channels + 0.5)
-    axis.set_xlabel("head_dim")
-    axis.set_title(f"how wide, for the dense kernel of {channels} channels", fontsize=10)
-    axis.legend(fontsize=8, frameon=False)
-    _finish(axis)
-
-
-def _finish(axis: Axes) -> None:
-    axis.set_ylim(-0.02, 1.02)
-    axis.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axis.grid(alpha=0.3)
-    axis.spines[["top", "right"]].set_visible(False)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Fit, print the tables, draw the picture."""
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     add = parser.add_argument
-    add("--channels", type=natural, default=8, help="of the image, before and after (default: %(default)s)")
-    add("--starts", type=natural, default=12, help="of each fit, the best of which counts (default: %(default)s)")
-    add("--steps", type=natural, default=1000, help="of Adam (default: %(default)s)")
-    add("--draws", type=natural, default=1000, help="random kernels whose signs are looked at (default: %(default)s)")
+    add("--channels", type=natural, default=8, help="channels of the image and of the output (default: %(default)s)")
+    add("--starts", type=natural, default=12, help="starts per fit; the best counts (default: %(default)s)")
+    add("--steps", type=natural, default=1000, help="steps of Adam (default: %(default)s)")
+    add("--draws", type=natural, default=1000, help="number of random kernels (default: %(default)s)")
     add("--seed", type=int, default=0)
     add_shared(parser, "head_count.png")
     arguments = parser.parse_args(argv)

@@ -1,13 +1,13 @@
-"""If one head fails, do others compensate? Heads of a trained model, taken out alone and together.
+"""If one head fails, do others compensate? Heads of a trained model, removed alone and together.
 
     python experiments/lost_heads.py
 
-The model is the default one, MiniLM-L6 (72 heads), and what may be lost is the meaning of a sentence as it was trained to tell it:
-the mean of its hidden states. The loss is how far that vector turns, 1 − cos, averaged over annotated sentences that come with the
-package; between two different sentences it is given for comparison. Heads go one at a time; then many at once: in the order of
-Michel 2019's importance, the least important first, in the order of what each costs alone, and in random orders.
+The model is the default one, MiniLM-L6 (72 heads), which is trained to embed sentences as the mean of their hidden states. The
+loss is the change of that vector, 1 − cos, averaged over annotated sentences that ship with the package; its value between two
+different sentences is given for comparison. Heads are removed one at a time; then many at once: in the order of importance of
+Michel 2019, the least important first, in the order of the cost of each alone, and in random orders.
 
-If the parts did not make up for each other, heads taken out together would cost about what they cost alone, added up.
+If heads did not compensate for each other, removing them together would cost about the sum of removing each alone.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from polyhead.inspection.roles import corpus
 
 
 class Texts:
-    """Sentences in one padded batch, as vectors of a model."""
+    """Sentences in one padded batch, embedded by a model."""
 
     def __init__(self, model: Any, tokenizer: Any, number: int) -> None:
         tokens = [tokenizer.of_words(sentence.words).ids for sentence in corpus.shipped()[:number]]
@@ -63,7 +63,7 @@ def measure(number: int, orders: int) -> dict[str, Any]:
     )
     costs = {head: float(alone.without[head.name][head.head]) for head in alone.ranked()}
     by_cost = list(costs)
-    # the proxy needs a loss with a slope: at no change that of 1 − cos is zero
+    # importance needs a loss with a gradient; that of 1 − cos is zero without a change
     with torch.no_grad():
         target = texts().roll(1, 0)
     proxy = ablation.importance(model, lambda: 1 - F.cosine_similarity(texts(), target, dim=-1).mean())
@@ -91,7 +91,7 @@ def measure(number: int, orders: int) -> dict[str, Any]:
 
 
 def diversity(model: Any, tokenizer: Any) -> dict[str, float]:
-    """How differently two heads of one layer attend, 0 alike, 1 no key in common: the mean over pairs, the most alike pair."""
+    """Distances between heads of one layer, 0 equal, 1 no key in common: the mean over pairs, and the extremes."""
     with torch.no_grad(), capture(model) as seen:
         every = []
         for sentence in corpus.shipped()[:60]:
@@ -118,7 +118,7 @@ def report(found: dict[str, Any]) -> None:
         together = [statistics.mean(curve[n] for curve in curves) for n in counts]
         added = [statistics.mean(s[n] for s in found["sums"][way]) for n in counts]
         rows.append((way, *(f"{t:.3f} ({a:.3f})" for t, a in zip(together, added, strict=True))))
-    print_table("heads gone together (each alone, added up)", ["", *map(str, counts)], rows)
+    print_table("heads removed together (sum of each alone)", ["", *map(str, counts)], rows)
     d = found["diversity"]
     print(
         f"two heads of one layer differ by {d['mean']:.2f} on average, {d['most alike']:.2f} to {d['least alike']:.2f}"
@@ -133,12 +133,10 @@ def picture(found: dict[str, Any]) -> Figure:
             axis.plot(
                 curve, color=colour, lw=1.2, alpha=0.9 if len(curves) == 1 else 0.5, label=None if number else way
             )
-    axis.plot(
-        found["sums"]["cheapest first"][0], "--", color=GREEN, lw=1, label="cheapest first, each alone and added up"
-    )
+    axis.plot(found["sums"]["cheapest first"][0], "--", color=GREEN, lw=1, label="cheapest first, sum of each alone")
     axis.axhline(found["apart"], color="black", ls=":", lw=1, label="two different sentences")
     axis.set_xlabel("heads taken out, of 72")
-    axis.set_ylabel("how far sentence vectors turn, 1 − cos")
+    axis.set_ylabel("change of sentence vectors, 1 − cos")
     axis.set_ylim(0, 1.05 * max(found["apart"], *(max(c) for its in found["curves"].values() for c in its)))
     axis.legend(frameon=False, fontsize=8)
     axis.grid(alpha=0.3)

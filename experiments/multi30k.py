@@ -1,4 +1,4 @@
-"""Multi30k, English to French: reading it, pieces of words, and batches of similar length."""
+"""Multi30k, English to French: reading, word pieces, and batches of similar length."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from torch import Tensor
 
 from polyhead import Padding
-from polyhead.inspection.roles.word_attention import Text
+from polyhead.models import Tokens
 
 SPLITS = ("train", "val", "test_2016_flickr")
 START, STOP, UNKNOWN = range(3)
-# of a translation's tokens, at most; the longest in the training data has 59
+# the largest number of tokens of a translation; the longest in the training data has 59
 LONGEST = 70
 
 
 class Pairs(NamedTuple):
-    """Sentences and their translations, as they stand in the files."""
+    """Sentences and their translations, as in the files."""
 
     source: list[str]
     target: list[str]
 
 
 class Corpus(NamedTuple):
-    """The three splits, and what turns their sentences into numbers."""
+    """The three splits, and their tokenizer."""
 
     splits: dict[str, Pairs]
     tokenizer: Tokenizer
     digest: str
-    """Of all sentences and pieces: another one means other data."""
+    """Hash of all sentences and pieces; it identifies the data."""
 
     def encoded(self, split: str) -> tuple[list[list[int]], list[list[int]]]:
-        """The ids of sources and targets, each with its end."""
+        """The ids of sources and targets, each with its end token."""
         pairs = self.splits[split]
         return self.ids(pairs.source), self.ids(pairs.target)
 
@@ -46,12 +46,12 @@ class Corpus(NamedTuple):
         return [[*one.ids, STOP] for one in self.tokenizer.encode_batch(list(sentences))]
 
     def text(self, ids: Sequence[int]) -> str:
-        """The sentence of ids, up to its end."""
+        """The text of ids, up to the end token."""
         ids = list(ids)
         return self.tokenizer.decode(ids[: ids.index(STOP)] if STOP in ids else ids)
 
-    def words(self, ids: Sequence[int]) -> Text:
-        """Pieces and the words they are part of; a word begins where a piece begins with a space, or at punctuation."""
+    def words(self, ids: Sequence[int]) -> Tokens:
+        """Pieces and their words; a word begins at a piece that begins with a space, or at punctuation."""
         pieces: list[str] = []
         words: list[str] = []
         word_of: list[int | None] = []
@@ -61,39 +61,39 @@ class Corpus(NamedTuple):
             if one in (START, STOP):
                 word_of.append(None)
             else:
-                # a space may be a piece of its own
+                # a space may be a separate piece
                 if not words or piece.startswith("▁") or (words[-1] and not (words[-1] + shown).isalnum()):
                     words.append("")
                 words[-1] += shown
                 word_of.append(len(words) - 1)
             pieces.append(shown)
-        return Text(tuple(pieces), tuple(word_of), tuple(words))
+        return Tokens(torch.tensor(ids), tuple(pieces), tuple(word_of), tuple(words))
 
 
 class Batch(NamedTuple):
-    """Ids `(sentences, tokens)` of sources and targets, filled up to the longest, and how many of each are real."""
+    """Ids `(sentences, tokens)` of sources and targets, padded to the longest, and the number of real ones."""
 
     source: Tensor
     source_over: Padding
     target: Tensor
     target_over: Padding
     next: Tensor
-    """The target's token after each real one, flat."""
+    """The next target token after each real one, flat."""
     real: Tensor
-    """Where the real tokens of the targets are among all, flat."""
+    """Indices of the real target tokens among all, flat."""
     rows: list[int]
-    """Which sentences these are."""
+    """The numbers of the sentences."""
 
 
 def read(folder: Path, cache: Path, pieces: int) -> Corpus:
-    """The splits in `folder/multi30k-en-fr`, and the pieces of words: as kept in a folder, or learned now and kept there."""
+    """Read the splits in `folder/multi30k-en-fr`, and the tokenizer: read from a folder, or trained now and saved there."""
     splits = {
         split: Pairs(*(_lines(folder, f"{split}.{language}.gz") for language in ("en", "fr"))) for split in SPLITS
     }
     for split, pairs in splits.items():
         if len(pairs.source) != len(pairs.target):
             raise common.DataError(
-                f"{folder}: {split} has {len(pairs.source)} English and {len(pairs.target)} French sentences; they must be pairs"
+                f"{folder}: {split} has {len(pairs.source)} English and {len(pairs.target)} French sentences; the numbers must be equal"
             )
     said = "\n".join(line for pairs in splits.values() for lines in pairs for line in lines)
     digest = hashlib.sha256(f"{pieces}\n{said}".encode()).hexdigest()[:12]
@@ -108,19 +108,19 @@ def _lines(folder: Path, name: str) -> list[str]:
     try:
         return gzip.decompress(file.read_bytes()).decode().splitlines()
     except FileNotFoundError:
-        reason = f"there is no {file}"
+        reason = f"{file} does not exist"
     except (OSError, EOFError, UnicodeDecodeError) as error:
         reason = f"{file} cannot be read: {error}"
     files = ", ".join(f"{split}.en.gz" for split in SPLITS)
     raise common.DataError(
         f"{reason}\nIt is part of task 1 of Multi30k, https://github.com/multi30k/dataset (data/task1/raw). The folder "
-        f"multi30k-en-fr should hold {files} and the same with .fr.gz, one sentence a line. Pass the folder that "
-        "multi30k-en-fr is in as --data."
+        f"multi30k-en-fr must contain {files} and the same with .fr.gz, one sentence per line. Pass the folder that "
+        "contains multi30k-en-fr as --data."
     )
 
 
 def learned(sentences: Sequence[str], pieces: int) -> Tokenizer:
-    """Byte-pair encoding of both languages together (Sennrich 2016); a piece that begins a word begins with its space."""
+    """Byte-pair encoding of both languages (Sennrich 2016); the first piece of a word includes the space before it."""
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
     tokenizer.normalizer = normalizers.Sequence(
         [normalizers.NFC(), normalizers.Replace("  ", " "), normalizers.Strip()]
@@ -135,7 +135,7 @@ def learned(sentences: Sequence[str], pieces: int) -> Tokenizer:
 
 
 def batch(sources: Sequence[list[int]], targets: Sequence[list[int]], rows: Sequence[int]) -> Batch:
-    """These sentences side by side. The target begins with a start and lacks its end."""
+    """A batch of these sentences. Targets begin with a start token and have no end token."""
     source, source_length = padded([sources[row] for row in rows])
     whole, length = padded([[START, *targets[row]] for row in rows])
     target, length = whole[:, :-1].contiguous(), length - 1
@@ -150,7 +150,7 @@ def padded(ids: Sequence[list[int]]) -> tuple[Tensor, Tensor]:
 
 
 def grouped(sources: Sequence[list[int]], targets: Sequence[list[int]], tokens: int) -> list[list[int]]:
-    """Numbers of sentences in groups of similar length, of at most so many tokens of sources or targets, filled up."""
+    """Sentence numbers in groups of similar length, with at most `tokens` padded tokens of sources or targets."""
     return _cut(
         sorted(range(len(sources)), key=lambda row: (len(targets[row]), len(sources[row]))), sources, targets, tokens
     )
@@ -159,7 +159,7 @@ def grouped(sources: Sequence[list[int]], targets: Sequence[list[int]], tokens: 
 def shuffled(
     sources: Sequence[list[int]], targets: Sequence[list[int]], tokens: int, draw: torch.Generator
 ) -> list[list[int]]:
-    """The same in an order drawn anew, of sentences whose neighbours are drawn anew too."""
+    """The same in a new random order, with new random groups."""
     noise = torch.rand(len(sources), generator=draw).tolist()
     order = sorted(range(len(sources)), key=lambda row: (len(targets[row]), len(sources[row]) + 4 * noise[row]))
     groups = _cut(order, sources, targets, tokens)

@@ -1,15 +1,15 @@
-"""Can a token only look at itself? How many queries peak on themselves, with and without linear maps.
+"""Can a token attend only to itself? How many queries peak on themselves, with and without linear maps.
 
     python experiments/self_dominance.py
 
 Plain self-attention has the scores x_i · x_j. A token peaks on itself if no other token is longer along it, |x_j| cos θ_ij ≤ |x_i|:
-always with equal norms, and not always without. Heads have the scores W_Q x_i · W_K x_j, and may look anywhere.
+always with equal norms, and not always without. Heads have the scores W_Q x_i · W_K x_j, and may attend to any token.
 
-Two places are looked at. Random tokens: normal vectors, times lengths that are log-normal, e^(spread · normal); plain, with equal
-norms, and in the heads of an untrained layer, with one map for queries and keys and with two. And a trained model, the default
-one, MiniLM-L6: the tokens that enter each layer as it reads the sentences that come with the package, one sentence at a time;
-plain, with equal norms, and in the layer's own heads. There [CLS] and [SEP] may be chosen, but are not asked: heads that rest on
-[CLS] have it look at itself. If tokens chose any token alike, 1 of n would choose itself.
+There are two parts. Random tokens: normal vectors with log-normal norms, e^(spread · normal); plain, with equal norms, and in the
+heads of an untrained layer, with one map for queries and keys and with two. And a trained model, the default one, MiniLM-L6: the
+inputs of each layer for the sentences that ship with the package, one at a time; plain, with equal norms, and in the heads of the
+layer. There [CLS] and [SEP] are keys but not queries: if a head attends to [CLS], then [CLS] attends to itself. If all tokens were
+equally likely, 1 of n would choose itself.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ from polyhead.inspection.roles import corpus
 SHAPES = ((16, 8), (64, 8), (64, 64), (512, 64), (512, 512))
 SPREADS = (0.0, 0.25, 0.5, 1.0)
 HEADS = 4
-# the ways to score that random tokens are looked at with
+# the kinds of scores for random tokens
 WAYS = ("plain", "equal norms", "one map", "two maps")
 
 
 def of_random_tokens(shape: tuple[int, int], spread: float, sets: int, seed: int) -> dict[str, Any]:
-    """The share of tokens that peak on themselves, over some sets of random tokens, by way."""
+    """The share of random tokens that peak on themselves, by kind of score."""
     items, features = shape
     torch.manual_seed(seed)
     x = torch.randn(sets, items, features) * (spread * torch.randn(sets, items, 1)).exp()
     shares = {"plain": self_dominance(x).share, "equal norms": self_dominance(F.normalize(x, dim=-1)).share}
     for way in WAYS[2:]:
-        # a layer drawn anew for each set
+        # a new layer for each set
         every = []
         for tokens in x:
             layer = MultiHeadAttention(features, HEADS, bias=False)
@@ -58,7 +58,7 @@ def of_random_tokens(shape: tuple[int, int], spread: float, sets: int, seed: int
 
 
 def entering(model: Any, ids: Tensor) -> list[Tensor]:
-    """The tokens that enter the attention of each layer."""
+    """The inputs of the attention of each layer."""
     seen: list[Tensor] = []
     hooks = [
         layer.self_attn.register_forward_pre_hook(lambda _, given: seen.append(given[0])) for layer in model.layers
@@ -73,14 +73,14 @@ def entering(model: Any, ids: Tensor) -> list[Tensor]:
 
 
 def in_a_model(number: int) -> list[dict[str, Any]]:
-    """Of each layer: the share of words that peak on themselves, plain, with equal norms and by head, and their own weight."""
+    """For each layer: the share of words that peak on themselves, plain, with equal norms and per head, and their weight on themselves."""
     model, tokenizer = models.default()
     layers: list[Any] = [layer.self_attn for layer in model.layers]
     batches = defaultdict(list)
     for sentence in corpus.shipped()[:number]:
         ids = tokenizer.of_words(sentence.words).ids
         batches[len(ids)].append(ids)
-    # of each way and layer: one number a word, over all sentences
+    # for each kind and layer: one number per word, over all sentences
     kept: dict[str, list[list[Tensor]]] = {
         what: [[] for _ in model.layers]
         for what in ("plain", "equal norms", "heads", "plain weight", "heads weight", "norm", "chance")
@@ -146,11 +146,11 @@ def report(found: dict[str, Any]) -> None:
         f"{found['model'][0]['words']} pieces of words; 1 of n is {found['model'][0]['chance']:.1%}, and {below} of {len(every)} heads are "
         f"below it, {sum(share < 0.01 for share, _ in every)} below 1 %, {sum(share > 0.5 for share, _ in every)} above 50 %"
     )
-    print(f"the most bound heads: {bound}")
+    print(f"the heads that peak on themselves most: {bound}")
 
 
 def picture(found: dict[str, Any]) -> Figure:
-    """Random tokens by the spread of their lengths, and the layers of the model, a dot a head."""
+    """Random tokens by the spread of their norms, and the layers of the model, one dot per head."""
     figure = Figure(figsize=(12, 4.6), layout="constrained")
     left, right = figure.subplots(1, 2)
     _draw_random(left, found["random"])
@@ -188,7 +188,7 @@ def _draw_model(axis: Axes, found: list[dict[str, Any]]) -> None:
     layers = [one["layer"] for one in found]
     for one in found:
         heads = sorted(one["heads"])
-        # side by side, so that dots at zero can be counted
+        # next to each other, so that dots at zero can be counted
         at = [one["layer"] + 0.5 * (place / max(1, len(heads) - 1) - 0.5) for place in range(len(heads))]
         axis.scatter(
             at, heads, s=22, color=ORANGE, alpha=0.75, lw=0, label=None if one["layer"] else "its heads, a dot each"
@@ -220,8 +220,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print the tables, draw the picture."""
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     add = parser.add_argument
-    add("--sets", type=natural, default=20, help="of random tokens, for each size and spread (default: %(default)s)")
-    add("--sentences", type=natural, default=259, help="that the model reads, at most (default: %(default)s)")
+    add(
+        "--sets", type=natural, default=20, help="sets of random tokens for each size and spread (default: %(default)s)"
+    )
+    add(
+        "--sentences",
+        type=natural,
+        default=259,
+        help="largest number of sentences for the model (default: %(default)s)",
+    )
     add("--seed", type=int, default=0)
     add_shared(parser, "self_dominance.png")
     arguments = parser.parse_args(argv)

@@ -3,12 +3,12 @@
     python experiments/static_attention.py --data FOLDER_OF_cora.npz
 
 Attention is *static* if one ranking of the keys serves all queries (Brody 2021): in GAT's score LeakyReLU(a_dst·q + a_src·k)
-the query moves all keys alike, and LeakyReLU keeps their order. `heads.agreement()` measures it: Spearman's correlation of two
-queries' scores, averaged over pairs of queries; 1 is one ranking for all.
+the query shifts all keys equally, and LeakyReLU keeps their order. `heads.agreement()` measures it: Spearman's correlation of the
+scores of two queries, averaged over pairs of queries; 1 is one ranking for all.
 
-Two places are looked at. In a dictionary of k keys (dictionary_lookup.py) every query has to find a key of its own, as in Figure
-1 of the paper. On Cora (citation.py) the networks are trained for some epochs and every head of both layers is asked; a head
-ranks all nodes there, neighbours or not.
+There are two parts. In a dictionary of k keys (dictionary_lookup.py) every query has to find its own key, as in Figure 1 of the
+paper. On Cora (citation.py) the networks are trained for some epochs, and every head of both layers is measured; a head ranks all
+nodes there, neighbours or not.
 """
 
 from __future__ import annotations
@@ -32,11 +32,13 @@ SCORES: dict[str, Literal["gat", "gatv2"]] = {"GAT": "gat", "GATv2": "gatv2"}
 
 
 def in_dictionaries(k: int, steps: int, seed: int) -> dict[str, dict[str, Any]]:
-    """Of each score: the weights of one test dictionary, agreement over many, accuracy."""
+    """For each score: the weights of one test dictionary, the agreement over many, the accuracy."""
     answers = {}
     with progress() as bar:
         for name, score in SCORES.items():
-            lookup, result = dictionary_lookup.fit(k, score, 1, seed=seed, steps=steps, batch=256, bar=bar)
+            lookup, result = dictionary_lookup.fit(
+                k, score, 1, dictionary_lookup.Schedule(steps, 256), seed=seed, bar=bar
+            )
             values = dictionary_lookup.dictionaries(k, seed).test[:100]
             with torch.no_grad():
                 _, heads = lookup.eval()(values)
@@ -53,7 +55,7 @@ def in_dictionaries(k: int, steps: int, seed: int) -> dict[str, dict[str, Any]]:
 
 
 def on_cora(folder: Path, epochs: int, seed: int) -> dict[str, dict[str, Any]]:
-    """Of each score: agreement by head in the hidden and the last layer, accuracy."""
+    """For each score: the agreement per head in the hidden and the last layer, the accuracy."""
     data = planetoid(folder, "cora")
     answers = {}
     for name in SCORES:
@@ -71,7 +73,7 @@ def on_cora(folder: Path, epochs: int, seed: int) -> dict[str, dict[str, Any]]:
 
 
 def picture(found: dict[str, dict[str, Any]], cora: dict[str, dict[str, Any]]) -> Figure:
-    """The two heat-maps of the paper's Figure 1, and agreement by head on Cora."""
+    """The two heat-maps of the paper's Figure 1, and the agreement per head on Cora."""
     figure = Figure(figsize=(13, 4.6), layout="constrained")
     axes = figure.subplots(1, 3, gridspec_kw={"width_ratios": (1, 1, 0.85)})
     for axis, (name, of) in zip(axes, found.items(), strict=False):
@@ -106,15 +108,20 @@ def _heat_map(axis: Axes, weights: Tensor) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Train, ask, print, draw."""
+    """Train, measure, print the tables, draw the picture."""
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     add = parser.add_argument
     add("--data", type=Path, required=True, metavar="FOLDER", help="where cora.npz is")
     add("--size", type=int, default=10, help="keys in a dictionary (default: %(default)s)")
-    add("--steps", type=int, default=1000, help="of training on dictionaries, at most (default: %(default)s)")
-    add("--epochs", type=int, default=200, help="of training on Cora (default: %(default)s)")
+    add(
+        "--steps",
+        type=int,
+        default=1000,
+        help="largest number of training steps on dictionaries (default: %(default)s)",
+    )
+    add("--epochs", type=int, default=200, help="training epochs on Cora (default: %(default)s)")
     add("--seed", type=int, default=0)
-    add("--threads", type=int, default=1, help="of torch (default: %(default)s)")
+    add("--threads", type=int, default=1, help="threads of torch (default: %(default)s)")
     add("--out", type=output_file, default=PICTURES / "static_attention.png", help="the picture")
     add("--json", type=output_file, metavar="FILE", help="write the numbers")
     arguments = parser.parse_args(argv)

@@ -1,23 +1,23 @@
-"""Do attention layers whose projections stay orthonormal learn where free ones do not? MNIST, 16 blocks without residuals.
+"""Do attention layers with orthonormal projections learn where unconstrained ones do not? MNIST, 16 blocks without residuals.
 
     python experiments/stiefel_mnist.py --data mnist.npz --out FOLDER_OF_RESULTS
 
-The network is after the MNIST tutorial of GeometricMachineLearning.jl (arXiv 2305.16901). An image is 16 patches of 7 x 7
-pixels. Each of 16 blocks is an attention of 7 heads of 7 features, joined, without biases or residual, and x + tanh(W x + b).
-Digits are softmax(W x) of the first patch. The loss is the relative error ‖softmax − one-hot‖ / ‖one-hot‖ of a batch of 2,048:
-always the same digit costs √(2 · 9/10) = 1.342. In the Stiefel arms the rows of each head's W_Q, W_K and W_V stay orthonormal.
+The network follows the MNIST tutorial of GeometricMachineLearning.jl (arXiv 2305.16901). An image is 16 patches of 7 x 7
+pixels. Each of 16 blocks is an attention of 7 heads of 7 features, concatenated, without biases or residual, and x +
+tanh(W x + b). Digits are softmax(W x) of the first patch. The loss is the relative error ‖softmax − one-hot‖ / ‖one-hot‖ of a batch of 2,048:
+predicting always the same digit costs √(2 · 9/10) = 1.342. In the Stiefel arms the rows of each head's W_Q, W_K and W_V stay orthonormal.
 
 The tutorial trains 500 epochs of batches of 2,048: Adam at 1e-3 with betas 0.9 and 0.99, gradient descent at 1e-3, also with a
 momentum of 0.5. Here the last two have a rate of 1e-2, since there are a tenth of the steps. Other differences: scores are divided
-by √7, as the library's page has it, and not by √49; the digit is read off the first patch and not the last; Stiefel steps are
+by √7, as on the library's page, and not by √49; the digit is read from the first patch and not the last; Stiefel steps are
 ours, with the Euclidean metric. The first two hardly matter without a residual, where all patches are the same after three blocks.
 
-The other arms ask what orthonormality is good for: is a smaller start enough, or an orthonormal one, or a slower rate? Does a
-residual do the same, a layer norm, a penalty?
+The other arms test what orthonormality contributes: is a smaller initialisation enough, an orthonormal one, or a slower rate?
+Does a residual, a layer norm or a penalty do the same?
 
-A run is kept in --out after each epoch, and goes on from there to the same weights, bit for bit; also to more epochs than it was
-meant to have. Runs that have ended are lines of results.jsonl. Commands may work in one folder side by side: each takes runs
-that no other has. Seed 0 of every arm comes before seed 1 of any.
+A run is saved in --out after each epoch, and resumes from there to the same weights, bit for bit; it can also be extended to
+more epochs. Finished runs are lines of results.jsonl. Several commands may share one folder: each takes runs that no other has.
+Seed 0 of every arm comes before seed 1 of any.
 """
 
 from __future__ import annotations
@@ -47,30 +47,30 @@ from torch import Tensor, nn
 from polyhead import MultiHeadAttention, optim
 
 HEADS = 7
-# test images of which the signals are taken
+# number of test images for the signals
 LOOKED_AT = 512
 
 
 @dataclasses.dataclass(frozen=True)
 class Arm:
-    """One way to train the network."""
+    """One variant of the training."""
 
     name: str
     about: str
     published: float | None = None
-    """Test accuracy in percent, in the tutorial."""
+    """Test accuracy of the tutorial, in percent."""
     optimizer: Literal["adam", "sgd"] = "adam"
     rate: float = 1e-3
     momentum: float = 0.0
     stiefel: str = ""
-    """The projections that stay orthonormal, of q, k and v."""
+    """Which of q, k and v have orthonormal projections."""
     start: Literal["heads", "layer", "orthogonal"] = "heads"
-    """Of free projections: Glorot's for each head's 49 x 7 matrix, as the tutorial's, or for the whole layer's 49 x 49, or on the
-    manifold."""
+    """Initialisation of unconstrained projections: Glorot's for the 49 x 7 matrix of each head, as in the tutorial, or for the 49 x 49
+    matrix of the layer, or on the manifold."""
     residual: bool = False
     norm: bool = False
     penalty: float = 0.0
-    """Times the sum of ‖W Wᵀ − I‖² over blocks, projections and heads is added to the loss."""
+    """Factor of the penalty: the sum of ‖W Wᵀ − I‖² over blocks, projections and heads."""
 
 
 ARMS = (
@@ -93,7 +93,7 @@ NAMES = tuple(arm.name for arm in ARMS)
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What a run depends on, besides the arm and the seed; how long it lasts is not among it."""
+    """The settings of a run, besides the arm and the seed; the number of epochs is not one of them."""
 
     data: str
     blocks: int = 16
@@ -112,7 +112,7 @@ class Block(nn.Module):
         for letter in (letter for letter in "qkv" if letter not in arm.stiefel):
             self.attention.manifold.pop(letter, None)
             if arm.start == "heads":
-                # as for a matrix of one head alone: 1.32 times as large as for all of them
+                # as for the matrix of one head: 1.32 times as large as for all heads together
                 bound = (6 / (FEATURES + FEATURES // HEADS)) ** 0.5
                 nn.init.uniform_(self.attention.get_parameter(f"{letter}_proj.weight"), -bound, bound)
         self.linear = nn.Linear(FEATURES, FEATURES)
@@ -126,7 +126,7 @@ class Block(nn.Module):
 
 
 class Network(nn.Module):
-    """Blocks, and a map of the first patch to a logit a digit."""
+    """Blocks, and a map of the first patch to one logit per digit."""
 
     def __init__(self, arm: Arm, blocks: int) -> None:
         super().__init__()
@@ -139,7 +139,7 @@ class Network(nn.Module):
 
 
 def optimizer_of(arm: Arm, network: Network) -> torch.optim.Optimizer:
-    """The arm's rule, on the manifolds that the layers name."""
+    """The optimizer of an arm, on the manifolds of the layers."""
     groups = optim.groups(network)
     if arm.optimizer == "adam":
         return optim.Adam(groups, lr=arm.rate, betas=(0.9, 0.99), eps=1e-8)
@@ -147,7 +147,7 @@ def optimizer_of(arm: Arm, network: Network) -> torch.optim.Optimizer:
 
 
 def error(logits: Tensor, labels: Tensor) -> Tensor:
-    """‖softmax − one-hot‖ / ‖one-hot‖, of the whole batch."""
+    """‖softmax − one-hot‖ / ‖one-hot‖ of the whole batch."""
     off = logits.softmax(-1) - F.one_hot(labels, CLASSES)
     return torch.linalg.vector_norm(off) / len(labels) ** 0.5
 
@@ -161,12 +161,12 @@ def tested(network: Network, digits: Digits) -> dict[str, float]:
 
 
 def is_tested(epoch: int, last: int) -> bool:
-    """Whether the test images are looked at after this epoch, counted from 1: they cost as much as two steps."""
+    """Whether the test images are evaluated after this epoch, counted from 1: they cost as much as two steps."""
     return epoch <= 10 or epoch % 5 == 0 or epoch == last
 
 
 class Run:
-    """A network in training: what is kept between epochs, and how it goes on."""
+    """A network in training: its state between epochs, and how it is resumed."""
 
     def __init__(self, settings: Settings, digits: Digits, arm: Arm, seed: int, folder: Path) -> None:
         self.settings, self.digits, self.arm = settings, digits, arm
@@ -174,7 +174,7 @@ class Run:
         torch.manual_seed(seed)
         self.network = Network(arm, settings.blocks)
         self.optimizer = optimizer_of(arm, self.network)
-        # the same batches in the same order for every arm
+        # every arm gets the same batches in the same order
         self.draw = torch.Generator().manual_seed(seed)
         self.state: dict[str, Any] = {
             "arm": arm.name, "seed": seed, "settings": asked(settings, arm), "history": [],
@@ -188,7 +188,7 @@ class Run:
         return len(self.state["history"])
 
     def train(self, epochs: int, bar: Progress) -> None:
-        """The epochs that are missing."""
+        """Run the missing epochs."""
         signals, seen = self.state["signals"], self.digits.test_images[:LOOKED_AT]
         if not self.epochs:
             signals["start"] = stiefel_signals.signals(self.network, seen)
@@ -211,7 +211,7 @@ class Run:
                 highlight=False, soft_wrap=True,
             )  # fmt: skip
         bar.remove_task(task)
-        # one that was stopped there on its way to more epochs
+        # a run that was interrupted while it was being extended
         if "accuracy" not in (last := self.state["history"][-1]):
             last |= tested(self.network, self.digits)
             signals["last"] = stiefel_signals.signals(self.network, seen)
@@ -221,7 +221,7 @@ class Run:
         """One pass over the training images: the mean loss, without the penalty."""
         network, optimizer, arm = self.network, self.optimizer, self.arm
         images, labels, gradients = self.digits.images, self.digits.labels, self.state["signals"]["gradients"]
-        # the last batch is dropped where it is not whole
+        # an incomplete last batch is dropped
         steps = torch.randperm(len(images), generator=self.draw).split(self.settings.batch)
         steps = [rows for rows in steps if len(rows) == self.settings.batch]
         bar.reset(task, total=len(steps))
@@ -267,7 +267,7 @@ class Run:
 
 
 def asked(settings: Settings, arm: Arm) -> dict[str, Any]:
-    """All that a run's weights depend on, besides the seed and the number of epochs."""
+    """Everything that the weights of a run depend on, besides the seed and the number of epochs."""
     words = {"name", "about", "published"}
     of = {name: value for name, value in dataclasses.asdict(arm).items() if name not in words}
     return dataclasses.asdict(settings) | of
@@ -281,7 +281,7 @@ def run_file(settings: Settings, arm: Arm, seed: int, folder: Path) -> Path:
 def measure(
     settings: Settings, digits: Digits, arms: Sequence[Arm], seeds: int, epochs: int, folder: Path
 ) -> None:  # fmt: skip
-    """Train what is missing and no other command has taken; a line of results.jsonl each."""
+    """Train the missing runs that no other command has taken; writes one line of results.jsonl each."""
     results = folder / "results.jsonl"
     with common.progress() as bar:
         for seed in range(seeds):
@@ -289,7 +289,7 @@ def measure(
                 file = run_file(settings, arm, seed, folder)
                 with common.claimed(file.with_suffix(".lock")) as mine:
                     if not mine:
-                        bar.console.print(f"{arm.name}, seed {seed}: another command is at it", highlight=False)
+                        bar.console.print(f"{arm.name}, seed {seed}: another command is running it", highlight=False)
                         continue
                     if any(
                         (line["arm"], line["seed"], line["settings"]) == (arm.name, seed, asked(settings, arm))
@@ -303,10 +303,10 @@ def measure(
 
 
 def chosen(text: str) -> list[Arm]:
-    """The arms of names with commas between them, in their own order."""
+    """The arms of a comma-separated list of names, in the order of the table."""
     names = text.split(",")
     if unknown := [name for name in names if name not in NAMES]:
-        raise argparse.ArgumentTypeError(f"there is no arm {unknown[0]!r}; there are {', '.join(NAMES)}")
+        raise argparse.ArgumentTypeError(f"unknown arm {unknown[0]!r}; the arms are {', '.join(NAMES)}")
     return [arm for arm in ARMS if arm.name in names]
 
 
@@ -316,14 +316,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     add = parser.add_argument
     add("--data", type=Path, metavar="FILE", help="mnist.npz")
     out = Path("build/stiefel_mnist")
-    add("--out", type=Path, default=out, metavar="FOLDER", help="where runs are kept (default: %(default)s)")
+    add("--out", type=Path, default=out, metavar="FOLDER", help="folder of the runs (default: %(default)s)")
     add("--epochs", type=int, default=50, help="(default: %(default)s)")
-    add("--seeds", type=int, default=1, help="how many, from 0 (default: %(default)s)")
+    add("--seeds", type=int, default=1, help="number of seeds, from 0 (default: %(default)s)")
     add("--arms", type=chosen, default=list(ARMS), metavar="A,B", help=f"of {', '.join(NAMES)} (default: all)")
     add("--blocks", type=int, default=Settings.blocks, help="(default: %(default)s)")
     add("--batch", type=int, default=Settings.batch, help="(default: %(default)s)")
-    add("--threads", type=int, default=1, help="of torch (default: %(default)s)")
-    add("--report", action="store_true", help="train nothing: the tables and the picture of what there is")
+    add("--threads", type=int, default=1, help="threads of torch (default: %(default)s)")
+    add(
+        "--report",
+        action="store_true",
+        help="train nothing; only print the tables and draw the picture of existing results",
+    )
     add(
         "--picture",
         type=common.output_file,
@@ -332,7 +336,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     arguments = parser.parse_args(argv)
     if arguments.data is None and not arguments.report:
-        parser.error("--data: the file mnist.npz is needed to train; --report does without")
+        parser.error("--data: the file mnist.npz is required for training, but not with --report")
 
     def work() -> None:
         torch.set_num_threads(arguments.threads)
@@ -340,13 +344,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not arguments.report:
             digits = mnist.read(arguments.data)
             if not 0 < arguments.batch <= len(digits.images):
-                raise common.DataError(f"--batch is {arguments.batch}; there are {len(digits.images)} training images")
+                raise common.DataError(
+                    f"--batch must be at most the number of training images, {len(digits.images)}, got {arguments.batch}"
+                )
             settings = dataclasses.replace(settings, data=digits.digest)
             measure(settings, digits, arguments.arms, arguments.seeds, arguments.epochs, arguments.out)
         wanted = {arm.name: asked(settings, arm) for arm in arguments.arms}
         lines = stiefel_report.runs(arguments.out, wanted)
         if not lines:
-            raise common.DataError(f"--out: no such run has ended an epoch in {arguments.out}")
+            raise common.DataError(f"--out: no matching run has finished an epoch in {arguments.out}")
         stiefel_report.report(lines, arguments.arms, arguments.epochs)
         common.write_picture(arguments.picture, stiefel_report.picture(lines, ARMS))
 

@@ -1,4 +1,4 @@
-"""The tables and the picture of `stiefel_mnist.py`: from results.jsonl, and from the runs that are still under way."""
+"""The tables and the picture of `stiefel_mnist.py`: from results.jsonl, and from unfinished runs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import common
 from matplotlib.figure import Figure
 from safetensors import safe_open
 
-# one an arm: Okabe and Ito's, and six more
+# one per arm: Okabe and Ito's, and six more
 COLOURS = (
     "#000000", common.BLUE, "#56B4E9", common.GREEN, common.ORANGE, "#CC79A7", "#E69F00", common.GREY, "#6A3D9A", "#8C510A",
     "#B2DF8A", "#A50026", "#01665E",
@@ -20,7 +20,7 @@ COLOURS = (
 
 
 class Arm(Protocol):
-    """What is said of an arm here."""
+    """The fields of an arm that are used here."""
 
     @property
     def name(self) -> str: ...
@@ -36,7 +36,7 @@ Line = dict[str, Any]
 
 
 def runs(folder: Path, wanted: Mapping[str, Line]) -> list[Line]:
-    """Every run of these arms with these settings, in the arms' order, as far as it has come; data without a name are any."""
+    """Every finished or unfinished run of these arms with these settings, in the order of the arms; an empty `data` matches any."""
     lines = common.read_lines(folder / "results.jsonl")
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, framework="pt") as kept:
@@ -54,7 +54,7 @@ def runs(folder: Path, wanted: Mapping[str, Line]) -> list[Line]:
 
 
 def report(lines: Sequence[Line], arms: Sequence[Arm], epochs: int) -> None:
-    """A row an arm: the mean over seeds, ± the standard deviation; each seed as it was last tested."""
+    """One row per arm: mean over seeds ± standard deviation, from the last test of each seed."""
     results, why = [], []
     for arm in arms:
         of = [line for line in lines if line["arm"] == arm.name]
@@ -83,7 +83,7 @@ def report(lines: Sequence[Line], arms: Sequence[Arm], epochs: int) -> None:
 
 
 def explained(seen: Sequence[dict[str, Any]]) -> tuple[str, ...]:
-    """The cells of `stiefel_signals`, means over seeds; the first is one over blocks too."""
+    """The cells of `stiefel_signals`, averaged over seeds; the first also over blocks."""
     times = ("start", "first", "last")
     block, last = (
         [mean(statistics.mean(one[time]["apart"][part]) for one in seen) for time in times]
@@ -98,7 +98,7 @@ def explained(seen: Sequence[dict[str, Any]]) -> tuple[str, ...]:
 
 
 def tests(line: Line) -> list[dict[str, Any]]:
-    """The epochs after which the test images were looked at."""
+    """The epochs after which the test images were evaluated."""
     return [one for one in line["history"] if "accuracy" in one]
 
 
@@ -121,7 +121,7 @@ def arrows(numbers: Sequence[float], between: str = " → ") -> str:
 
 
 def picture(lines: Sequence[Line], arms: Sequence[Arm]) -> Figure:
-    """Test accuracy and training loss over epochs, a line a run; thin where others of its arm have come further."""
+    """Test accuracy and training loss over epochs, one line per run; thin if another run of its arm is longer."""
     figure = Figure(figsize=(10, 5.2), layout="constrained")
     left, right = figure.subplots(1, 2)
     for arm, colour in zip(arms, COLOURS, strict=True):

@@ -1,8 +1,8 @@
-"""Why does a deep network of attention learn, or not? Numbers about `stiefel_mnist.py`'s networks, layer by layer.
+"""Why does a deep network of attention learn, or not? Statistics of the networks of `stiefel_mnist.py`, layer by layer.
 
-Attention without a residual averages patches: in a deep stack they become one and the same. Projections that stretch make
-what is left ever longer, until the softmax of the digits is 0 or 1 and has no gradient. These numbers say whether either
-happens, how far the projections are from orthonormal, and whether the first block still gets a gradient.
+Attention without a residual averages patches: in a deep stack they become equal. Projections that amplify make the rest ever
+larger, until the softmax of the digits is 0 or 1 and has no gradient. These statistics show whether either happens, how far
+the projections are from orthonormal, and whether the first block still gets a gradient.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 
 def gram_errors(network: nn.Module) -> Tensor:
-    """‖W Wᵀ − I‖² of the rows of each head: (blocks, 3, heads), the 3 being queries, keys and values. It has a gradient."""
+    """‖W Wᵀ − I‖² of the rows of each head: (blocks, 3, heads), for queries, keys and values; differentiable."""
     blocks = list(network.blocks)  # type: ignore[arg-type]
     weights = torch.stack(
         [torch.stack([getattr(block.attention, f"{name}_proj").weight for name in "qkv"]) for block in blocks]
@@ -26,16 +26,16 @@ def gram_errors(network: nn.Module) -> Tensor:
 
 @torch.no_grad()
 def signals(network: nn.Module, images: Tensor) -> dict[str, Any]:
-    """What the network makes of images: before each block, and before the classification.
+    """Statistics of the hidden states: before each block, and before the classification.
 
-    `apart` is ‖x − its mean over patches‖ / ‖x‖ (0: all patches are the same), `norm` is ‖x‖, both the mean over images.
-    `gram` is ‖W Wᵀ − I‖ for q, k and v, the mean over heads and blocks.
+    `apart` is ‖x − its mean over patches‖ / ‖x‖ (0: all patches are the same), `norm` is ‖x‖, both averaged over images.
+    `gram` is ‖W Wᵀ − I‖ for q, k and v, averaged over heads and blocks.
     """
     x, apart, norm = images, [], []
     for block in (*network.blocks, None):  # type: ignore[misc]
         size = x.flatten(1).norm(dim=1)
         off = (x - x.mean(1, keepdim=True)).flatten(1).norm(dim=1)
-        # an image of zeros has no patches that differ
+        # in an image of zeros all patches are equal
         apart.append((off / size.clamp_min(1e-30)).mean().item())
         norm.append(size.mean().item())
         x = x if block is None else block(x)

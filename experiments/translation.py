@@ -5,14 +5,14 @@
 An encoder-decoder (`polyhead.nn.Transformer`, pre-norm): 4 + 4 layers, 128 features, feed-forward networks of 256, one embedding
 for both languages and the output. The budget is the same for every number of heads: heads of 128 / heads features, so the same
 number of weights, the same epochs, the same batches in the same order. 29,000 sentence pairs in 4,000 pieces of words; Adam, one
-epoch of warm-up, then a cosine down to zero; label smoothing 0.1; gradients clipped to norm 1. The last weights are kept: nothing
-is chosen by validation or test sentences.
+epoch of warm-up, then a cosine down to zero; label smoothing 0.1; gradients clipped to norm 1. The last weights are used: validation
+and test sentences decide nothing.
 
-Translations are greedy. BLEU is sacreBLEU's with its defaults, on the text as it stands in the files. Losses are cross-entropies
-a piece, without smoothing and dropout; "train" is that of the first 1,000 training sentences. The gap is test less train.
+Translations are greedy. BLEU is sacreBLEU's with its defaults, on the text as in the files. Losses are cross-entropies per
+piece, without smoothing and dropout; "train" is the loss of the first 1,000 training sentences. The gap is test minus train.
 
-A run is kept in --out after each epoch. One that was stopped goes on from its last whole epoch, and ends with the same weights, bit
-for bit, as one that was not. Runs that have ended are lines of results.jsonl; two commands may work in one folder side by side.
+A run is saved in --out after each epoch. An interrupted run resumes after its last complete epoch, and ends with the same weights,
+bit for bit. Finished runs are lines of results.jsonl; two commands may share one folder.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ from torch import Tensor, nn
 from polyhead import Padding
 from polyhead.nn import Transformer
 
-# training sentences of which the loss is taken
+# number of training sentences for the loss
 LOOKED_AT = 1_000
 VALID, TEST = multi30k.SPLITS[1:]
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What a run depends on, besides the number of heads and the seed."""
+    """The settings of a run, besides the number of heads and the seed."""
 
     epochs: int
     data: str
@@ -65,7 +65,7 @@ class Settings:
 
 
 class Run:
-    """A model in training: what is kept between epochs, and how it goes on."""
+    """A model in training: its state between epochs, and how it is resumed."""
 
     def __init__(self, settings: Settings, corpus: Corpus, heads: int, seed: int, folder: Path) -> None:
         self.settings, self.corpus, self.heads, self.seed = settings, corpus, heads, seed
@@ -87,12 +87,12 @@ class Run:
         return f"{self.heads} {'head' if self.heads == 1 else 'heads'}, seed {self.seed}"
 
     def train(self, bar: Progress) -> None:
-        """The epochs that are missing."""
+        """Run the missing epochs."""
         sources, targets = self.corpus.encoded("train")
         task = bar.add_task(self.name)
         for epoch in range(self.state["epochs"], self.settings.epochs):
             began = time.perf_counter()
-            # numbers that other epochs' draws do not share
+            # a separate random sequence for each epoch
             draw = torch.Generator().manual_seed(self.seed * 100_003 + epoch)
             groups = multi30k.shuffled(sources, targets, self.settings.tokens, draw)
             bar.reset(task, total=len(groups))
@@ -152,19 +152,19 @@ class Run:
 
 
 def rate(settings: Settings, epochs: float) -> float:
-    """The learning rate after so many epochs: up along a line, down along a cosine."""
+    """The learning rate after some epochs: a linear warm-up, then a cosine."""
     if epochs < settings.warmup:
         return settings.rate * epochs / settings.warmup
     gone = (epochs - settings.warmup) / max(settings.epochs - settings.warmup, 1e-9)
-    # the last step still moves a little
+    # the last step has a nonzero rate
     return settings.rate * max(0.5 * (1 + math.cos(math.pi * gone)), 0.01)
 
 
 def summed_loss(model: Transformer, batch: Batch, smoothing: float = 0.0) -> Tensor:
-    """The cross-entropy of each real token of the targets, added up."""
+    """The sum of the cross-entropies of all real target tokens."""
     memory = model.encode(batch.source, batch.source_over)
     hidden = model.decode(batch.target, memory, batch.target_over, memory_over=batch.source_over)
-    # in parts, whose logits stay in the cache
+    # in parts, whose logits fit into the cache
     parts = zip(hidden.flatten(0, 1)[batch.real].split(512), batch.next.split(512), strict=True)
     each = [F.cross_entropy(model.logits(x), y, label_smoothing=smoothing, reduction="sum") for x, y in parts]
     return torch.stack(each).sum()
@@ -172,7 +172,7 @@ def summed_loss(model: Transformer, batch: Batch, smoothing: float = 0.0) -> Ten
 
 @torch.no_grad()
 def losses(model: Transformer, corpus: Corpus, split: str) -> float:
-    """The mean cross-entropy of a token; of the first sentences alone in training."""
+    """The mean cross-entropy per token; for training only of the first sentences."""
     model.eval()
     sources, targets = (ids[:LOOKED_AT] if split == "train" else ids for ids in corpus.encoded(split))
     total, tokens = 0.0, 0
@@ -184,7 +184,7 @@ def losses(model: Transformer, corpus: Corpus, split: str) -> float:
 
 
 def translated(model: Transformer, corpus: Corpus, sentences: Sequence[str]) -> list[str]:
-    """Each sentence in French, the likeliest piece at a time."""
+    """Translate each sentence greedily."""
     model.eval()
     sources = corpus.ids(sentences)
     texts = [""] * len(sources)
@@ -207,7 +207,7 @@ def bleu(model: Transformer, corpus: Corpus, split: str) -> float:
 
 
 def measure(run: Run, bar: Progress) -> dict[str, Any]:
-    """Train what is missing of a run, and what it has come to."""
+    """Train a run to its end, and return its results."""
     run.train(bar)
     model, corpus = run.model, run.corpus
     loss = {
@@ -222,7 +222,7 @@ def measure(run: Run, bar: Progress) -> dict[str, Any]:
 
 
 def report(lines: Sequence[dict[str, Any]]) -> None:
-    """A row a number of heads: the mean over seeds, ± the standard deviation."""
+    """One row per number of heads: mean over seeds ± standard deviation."""
     rows = []
     for heads in sorted({line["heads"] for line in lines}):
         of = [line for line in lines if line["heads"] == heads]
@@ -248,7 +248,7 @@ def spread(numbers: Sequence[float], digits: int) -> str:
 
 
 def picture(lines: Sequence[dict[str, Any]]) -> Figure:
-    """BLEU, and the losses of training and test sentences, against the number of heads; a dot a seed, a line through the means."""
+    """BLEU, and the losses of training and test sentences, against the number of heads; one dot per seed, a line through the means."""
     figure = Figure(figsize=(10, 3.8), layout="constrained")
     counts = sorted({line["heads"] for line in lines})
     left, right = figure.subplots(1, 2)
@@ -262,22 +262,22 @@ def picture(lines: Sequence[dict[str, Any]]) -> Figure:
                 axis.scatter([place] * len(of), of, s=18, color=colour, alpha=0.6, lw=0)
             axis.plot(range(len(counts)), [statistics.mean(of) for of in by], color=colour, label=label)
         axis.set_xticks(range(len(counts)), [str(heads) for heads in counts])
-        axis.set_xlabel("heads, all of 128 features together")
+        axis.set_xlabel("heads, 128 features in total")
         axis.legend(frameon=False)
         axis.grid(alpha=0.3)
     left.set_title("BLEU of greedy translations", loc="left", fontsize=10)
-    right.set_title("cross-entropy a piece, without dropout", loc="left", fontsize=10)
+    right.set_title("cross-entropy per piece, without dropout", loc="left", fontsize=10)
     return figure
 
 
 def add_settings(parser: argparse.ArgumentParser) -> None:
-    """The options that say which data and which runs are meant."""
+    """Add the options that select the data and the runs."""
     add = parser.add_argument
-    add("--data", type=Path, required=True, metavar="FOLDER", help="where the folder multi30k-en-fr is")
+    add("--data", type=Path, required=True, metavar="FOLDER", help="folder that contains multi30k-en-fr")
     out = Path("build/translation")
-    add("--out", type=Path, default=out, metavar="FOLDER", help="where runs are kept (default: %(default)s)")
+    add("--out", type=Path, default=out, metavar="FOLDER", help="folder of the runs (default: %(default)s)")
     add("--epochs", type=int, default=9, help="(default: %(default)s)")
-    add("--pieces", type=int, default=4000, help="of words (default: %(default)s)")
+    add("--pieces", type=int, default=4000, help="number of word pieces (default: %(default)s)")
     for field in dataclasses.fields(Settings):
         if field.name not in ("epochs", "data"):
             name, default = f"--{field.name.replace('_', '-')}", field.default
@@ -285,7 +285,7 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
 
 
 def chosen_settings(arguments: argparse.Namespace, corpus: Corpus) -> Settings:
-    """What those options have come to."""
+    """The settings from those options."""
     names = [field.name for field in dataclasses.fields(Settings) if field.name != "data"]
     return Settings(data=corpus.digest, **{name: getattr(arguments, name) for name in names})
 
@@ -295,16 +295,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     add = parser.add_argument
     add("--heads", type=int, nargs="+", default=[1, 2, 4, 8], metavar="N", help="(default: 1 2 4 8)")
-    add("--seeds", type=int, default=2, help="how many, from 0 (default: %(default)s)")
+    add("--seeds", type=int, default=2, help="number of seeds, from 0 (default: %(default)s)")
     add_settings(parser)
-    add("--threads", type=int, default=1, help="of torch (default: %(default)s)")
+    add("--threads", type=int, default=1, help="threads of torch (default: %(default)s)")
     add(
         "--picture",
         type=common.output_file,
         default=common.PICTURES / "translation.png",
         help="(default: docs/experiments/…)",
     )
-    add("--json", type=common.output_file, metavar="FILE", help="write the lines that the table was made of")
+    add("--json", type=common.output_file, metavar="FILE", help="write the lines behind the table")
     arguments = parser.parse_args(argv)
 
     def work() -> None:

@@ -1,21 +1,21 @@
-"""What do the heads of a translator do? BLEU without each head, and which words of the source the decoder's heads read.
+"""What do the heads of a translator do? BLEU without each head, and which source words the decoder's heads attend to.
 
     python experiments/translation_heads.py --data FOLDER_OF_multi30k-en-fr --out FOLDER_OF_RESULTS
 
 reads a run that `translation.py` has trained with the same options. A head is called L2H3, layer and head from 0, in one of three
 kinds: the encoder's attention to the source, the decoder's to what it has written, and the decoder's to the source (cross).
 
-Every head is gated off alone, and the test sentences are translated anew; then all heads of an attention but the one that cost
-most, and all of them. What is lost comes with a 95 % interval: sentences drawn anew, 1,000 times, the same for both translations
-(Koehn 2004). These are lines of heads.jsonl; a command that was stopped goes on after the last.
+Every head is removed alone (gate 0), and the test sentences are translated again; then all heads of an attention module but the
+costliest, and all of them. The lost BLEU has a 95 % interval: sentences resampled 1,000 times, the same for both (Koehn 2004).
+Results are lines of heads.jsonl; an interrupted command resumes after the last.
 
-What cross heads read is measured on the test sentences' own translations, piece by piece: over how many source pieces the weight
-spreads (the exponential of its entropy), how much of it lies on the source's end, and how often the strongest piece is the aligned
-one, either to the piece that is written next or to the one that was read last; then, how often that is so of any head of a layer,
-and how often two heads of it have the same strongest piece. The alignment knows nothing of attention: IBM's model 1 with a pull to
-the diagonal (Dyer 2013), fitted to the training and test sentences.
+Where cross heads attend is measured on the reference translations of the test sentences, for each piece: over how many source
+pieces the weight spreads (the exponential of its entropy), how much of it is on the end of the source, and how often the strongest
+piece is the aligned one, either to the piece written next or to the one read last; then, how often this holds for any head of a
+layer, and how often two of its heads have the same strongest piece. The alignment does not use attention: IBM model 1 with a
+preference for the diagonal (Dyer 2013), fitted to the training and test sentences.
 
-A page for each of --sentences shows its greedy translation: a row is a word as it is written, a column a word of the source.
+A page for each of --sentences shows its greedy translation: a row is a word when it is written, a column a word of the source.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ from torch import Tensor
 from translation import TEST, Run, add_settings, chosen_settings, translated
 
 from polyhead import MultiHeadAttention, capture, report
-from polyhead.inspection.roles.word_attention import Text, by_word
+from polyhead.inspection.roles.word_attention import word_attention
+from polyhead.models import Tokens
 from polyhead.nn import Transformer
 
 KINDS = ("encoder self", "decoder self", "decoder cross")
@@ -50,12 +51,12 @@ Counts = npt.NDArray[np.int64]
 
 
 class Task(NamedTuple):
-    """A trained model, and the sentences that it translates."""
+    """A trained model and its sentences."""
 
     model: Transformer
     corpus: Corpus
     digest: str
-    """Of the weights and of the data."""
+    """Hash of the weights and of the data."""
 
 
 def attention(model: Transformer, kind: str, layer: int) -> MultiHeadAttention:
@@ -65,7 +66,7 @@ def attention(model: Transformer, kind: str, layer: int) -> MultiHeadAttention:
 
 @contextmanager
 def without(of: MultiHeadAttention, heads: Sequence[int]) -> Iterator[None]:
-    """Let these heads give nothing, for as long as the context lasts."""
+    """Set the gate of these heads to 0 while the context lasts."""
     before, gate = of.gate, torch.ones(of.num_heads)
     gate[list(heads)] = 0.0
     of.gate = gate
@@ -75,11 +76,11 @@ def without(of: MultiHeadAttention, heads: Sequence[int]) -> Iterator[None]:
         of.gate = before
 
 
-# what is lost
+# lost BLEU
 
 
 def counted(texts: Sequence[str], references: Sequence[str]) -> Counts:
-    """What BLEU is made of, a row a sentence: n-grams found, n-grams said, both for n up to 4, and the two lengths."""
+    """The counts behind BLEU, one row per sentence: matching and total n-grams for n up to 4, and the two lengths."""
     from sacrebleu import sentence_bleu
 
     scores = [sentence_bleu(text, [reference]) for text, reference in zip(texts, references, strict=True)]
@@ -87,7 +88,7 @@ def counted(texts: Sequence[str], references: Sequence[str]) -> Counts:
 
 
 def bleu(counts: Counts) -> float:
-    """sacreBLEU of sentences together."""
+    """The corpus BLEU of sacreBLEU from counts."""
     from sacrebleu.metrics.bleu import BLEU
 
     found, said, (own, reference) = np.split(counts.sum(0), (4, 8))
@@ -95,7 +96,7 @@ def bleu(counts: Counts) -> float:
 
 
 def interval(whole: Counts, less: Counts) -> tuple[float, float]:
-    """The middle 95 % of what is lost, on sentences drawn anew."""
+    """A 95 % bootstrap interval of the lost BLEU."""
     draw = np.random.default_rng(0)
     drawn = [draw.integers(0, len(whole), len(whole)) for _ in range(DRAWS)]
     low, high = np.percentile([bleu(whole[rows]) - bleu(less[rows]) for rows in drawn], (2.5, 97.5))
@@ -103,14 +104,14 @@ def interval(whole: Counts, less: Counts) -> tuple[float, float]:
 
 
 class Gates:
-    """Measures translations without some heads, and keeps what it has measured."""
+    """Measures translations without some heads, and saves the results."""
 
     def __init__(self, task: Task, file: Path) -> None:
         self.task, self.file = task, file
         self._whole: Counts | None = None
 
     def __call__(self, off: Sequence[tuple[str, int, Sequence[int]]]) -> list[dict[str, Any]]:
-        """A line for each attention (kind, layer) without heads of it."""
+        """One line for each attention module (kind, layer) without some of its heads."""
         wanted = [
             {"run": self.task.digest, "kind": kind, "layer": layer, "off": list(heads)} for kind, layer, heads in off
         ]
@@ -132,7 +133,7 @@ class Gates:
 
 
 def gates(task: Task, file: Path) -> dict[str, list[dict[str, Any]]]:
-    """BLEU without each head; with only the head of an attention that cost most; without an attention."""
+    """BLEU without each head; with only the costliest head of a module; without a module."""
     measure, layers = Gates(task, file), range(len(task.model.decoder))
     heads = range(attention(task.model, KINDS[0], 0).num_heads)
     places = [(kind, layer) for kind in KINDS for layer in layers]
@@ -171,7 +172,7 @@ def print_gates(found: dict[str, list[dict[str, Any]]]) -> None:
 
 
 def picture(lines: Sequence[dict[str, Any]]) -> Figure:
-    """Layer by head, a panel a kind, coloured and labelled by BLEU lost."""
+    """Layer by head, one panel per kind, coloured and labelled by lost BLEU."""
     figure = Figure(figsize=(10, 3.6), layout="constrained")
     panels = figure.subplots(1, len(KINDS), sharey=True)
     most = max(1.0, *(line["lost"] for line in lines))
@@ -181,7 +182,7 @@ def picture(lines: Sequence[dict[str, Any]]) -> Figure:
         lost = np.array([[of[layer, head] for head in range(heads)] for layer in range(layers)])
         drawn = axis.imshow(lost, vmin=0, vmax=most, cmap="Blues", aspect="auto")
         for (layer, head), number in np.ndenumerate(lost):
-            # −0.0 is no number to read
+            # show −0.0 as 0.0
             shown, dark = f"{number:.1f}".replace("-0.0", "0.0").replace("-", "−"), number > most / 2
             axis.text(head, layer, shown, ha="center", va="center", color="white" if dark else "black", fontsize=9)
         axis.set_title(kind, loc="left", fontsize=10)
@@ -192,11 +193,11 @@ def picture(lines: Sequence[dict[str, Any]]) -> Figure:
     return figure
 
 
-# what is read
+# attention of cross heads
 
 
 def alignment(corpus: Corpus, rounds: int = 5, pull: float = 4.0) -> list[Tensor]:
-    """For each test sentence, which source piece each piece of its translation goes with; its end is not counted."""
+    """For each test sentence, the source piece aligned with each piece of its translation, without the end."""
     splits = [corpus.encoded(split) for split in ("train", TEST)]
     pairs = [
         (source[:-1], target[:-1]) for sources, targets in splits for source, target in zip(sources, targets, strict=True)
@@ -228,7 +229,7 @@ def alignment(corpus: Corpus, rounds: int = 5, pull: float = 4.0) -> list[Tensor
 
 @torch.no_grad()
 def reading(task: Task, aligned: Sequence[Tensor]) -> dict[str, list[dict[str, Any]]]:
-    """What cross heads read, over the pieces of the test sentences' translations: head by head, and those of a layer together."""
+    """Where cross heads attend, over the pieces of the reference translations: per head, and per layer."""
     model, corpus, _ = task
     sources, targets = corpus.encoded(TEST)
     seen_in: dict[int, list[Tensor]] = {}
@@ -259,7 +260,7 @@ def reading(task: Task, aligned: Sequence[Tensor]) -> dict[str, list[dict[str, A
 
 
 def diagonal(corpus: Corpus, aligned: Sequence[Tensor]) -> float:
-    """How often the aligned piece is the one at the same share of the sentence, which takes no attention to find."""
+    """How often the aligned piece is at the same relative position of the sentence, a baseline without attention."""
     sources, _ = corpus.encoded(TEST)
     hits = [
         (torch.arange(len(known)) * (len(source) - 1) // len(known) == known).float()
@@ -273,7 +274,7 @@ def print_reading(read: dict[str, list[dict[str, Any]]], chance: float) -> None:
         (f"L{line['layer']}H{line['head']}", f"{line['spread']:.1f}", *(f"{line[what]:.2f}" for what in ("end", "written", "read")))
         for line in read["heads"]
     ]  # fmt: skip
-    title = f"decoder cross: what heads read (the source piece at the same place is aligned in {chance:.2f})"
+    title = f"decoder cross: where heads attend (the source piece at the same position is aligned in {chance:.2f})"
     common.print_table(title, ("", "pieces", "on the end", "aligned to next", "aligned to last"), rows)
     rows = [
         (f"L{line['layer']}", f"{line['any']:.2f}", "–" if line["same"] is None else f"{line['same']:.2f}")
@@ -283,17 +284,17 @@ def print_reading(read: dict[str, list[dict[str, Any]]], chance: float) -> None:
 
 
 class Sentence(NamedTuple):
-    """A source, its greedy translation, and the cross heads by the names of their layers as they wrote it."""
+    """A source, its greedy translation, and the cross heads that wrote it, by layer name."""
 
-    source: Text
-    target: Text
+    source: Tokens
+    target: Tokens
     heads: dict[str, Any]
     line: str
 
 
 @torch.no_grad()
 def sentence(task: Task, row: int) -> Sentence:
-    """What the heads read as a test sentence is translated. A row belongs to the piece that it writes, not to the one before."""
+    """The cross heads while a test sentence is translated. A row corresponds to the piece it writes, not to the one before."""
     model, corpus, _ = task
     (ids,) = corpus.ids([corpus.splits[TEST].source[row]])
     source = torch.tensor([ids])
@@ -305,47 +306,49 @@ def sentence(task: Task, row: int) -> Sentence:
 
 
 def write_page(one: Sentence, file: Path, star: tuple[int, int], model: str) -> None:
-    """The sentence's cross heads as a page."""
+    """Write the cross heads of a sentence as a page."""
     notes = (
-        "A row is a word of the translation at the moment it is written: the decoder has read the words before it, not yet itself. "
+        "A row is a word of the translation when it is written: the decoder has read the words before it, but not the word itself. "
         "A column is a word of the source.",
         f"The decoder's attention to the source, of {model}. Shown first is the head whose strongest piece is most often the one "
         "that is being translated, over all test sentences.",
     )
     report(
-        one.heads, file, texts=(one.target, one.source), title="Which source words a translator's heads read",
+        one.heads, file, texts=(one.target, one.source), title="Which source words the heads of a translator attend to",
         finding=one.line, star=star, notes=notes,
     )  # fmt: skip
     print(f"page: {file}")
 
 
 def print_sentence(one: Sentence) -> None:
-    """For each cross head the source word that it reads most, as each word is written."""
-    # the end is a word here: it may be what is read most
+    """Print the source word with the largest weight of each cross head, for each written word."""
+    # the end counts as a word: it may have the largest weight
     end = len(one.source.words)
     words = (*one.source.words, "(end)")
-    columns = Text(one.source.pieces, tuple(end if word is None else word for word in one.source.word_of), words)
+    columns = Tokens.of_pieces(
+        one.source.pieces, tuple(end if word is None else word for word in one.source.word_of), words
+    )
     rows = [
-        (f"L{layer}H{head}", *(words[int(word)] for word in by_word(weights, one.target, columns).argmax(-1)))
+        (f"L{layer}H{head}", *(words[int(word)] for word in word_attention(weights, one.target, columns).argmax(-1)))
         for layer, heads in enumerate(one.heads.values())
         for head, weights in enumerate(heads.weights[0])
     ]
-    common.print_table(f"{one.line}: the word that is read most", ("writing", *one.target.words), rows)
+    common.print_table(f"{one.line}: the word with the largest weight", ("writing", *one.target.words), rows)
 
 
 def read_task(arguments: argparse.Namespace) -> tuple[Task, str]:
-    """The trained model, and what it is called."""
+    """The trained model and its name."""
     corpus = multi30k.read(arguments.data, arguments.out, arguments.pieces)
     settings = chosen_settings(arguments, corpus)
     run = Run(settings, corpus, arguments.heads, arguments.seed, arguments.out)
     if not run.state["epochs"]:
         raise common.DataError(
-            f"there is no {run.file}\nTrain it first: python experiments/translation.py with the same options, "
+            f"{run.file} does not exist\nTrain it first: python experiments/translation.py with the same options, "
             f"--heads {arguments.heads} and --seeds {arguments.seed + 1} or more."
         )
     left = settings.epochs - run.state["epochs"]
     if left:
-        print(f"{run.name} is not trained to its end: {left} of {settings.epochs} epochs are missing", file=sys.stderr)
+        print(f"{run.name} is not fully trained: {left} of {settings.epochs} epochs are missing", file=sys.stderr)
     digest = hashlib.sha256(run.file.read_bytes() + corpus.digest.encode()).hexdigest()[:12]
     return Task(run.model.eval(), corpus, digest), run.name
 
@@ -354,18 +357,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure what is missing, print the tables, draw the picture, write the pages."""
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     add = parser.add_argument
-    add("--heads", type=int, default=4, help="of the run (default: %(default)s)")
-    add("--seed", type=int, default=0, help="of the run (default: %(default)s)")
+    add("--heads", type=int, default=4, help="as in the run (default: %(default)s)")
+    add("--seed", type=int, default=0, help="as in the run (default: %(default)s)")
     add_settings(parser)
-    pages = "of the test set, from 0, as pages (default: 31 0 10)"
+    pages = "numbers of test sentences, from 0, to write as pages (default: 31 0 10)"
     add("--sentences", type=int, nargs="*", default=[31, 0, 10], metavar="N", help=pages)
-    add("--threads", type=int, default=1, help="of torch (default: %(default)s)")
-    add(
-        "--picture",
-        type=common.output_file,
-        default=common.PICTURES / "translation_heads.png",
-        help="(default: docs/experiments/…)",
-    )
+    add("--threads", type=int, default=1, help="threads of torch (default: %(default)s)")
+    drawn = common.PICTURES / "translation_heads.png"
+    add("--picture", type=common.output_file, default=drawn, help="(default: docs/experiments/…)")
     add("--json", type=common.output_file, metavar="FILE", help="write the results")
     arguments = parser.parse_args(argv)
 
@@ -375,7 +374,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         count = len(task.corpus.splits[TEST].source)
         for row in arguments.sentences:
             if not 0 <= row < count:
-                raise common.DataError(f"--sentences: there is no sentence {row}; there are 0 to {count - 1}")
+                raise common.DataError(f"--sentences must be from 0 to {count - 1}, got {row}")
         aligned = alignment(task.corpus)
         read = reading(task, aligned)
         chance = diagonal(task.corpus, aligned)

@@ -15,14 +15,14 @@ TARGETS = ("attend", "layer", "graph", "grid", "optim", "models", "backend")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Fuzz each target in turn; 1 where any configuration failed."""
+    """Fuzz each target in turn; return 1 if any configuration failed."""
     parser = argparse.ArgumentParser(prog="python -m fuzz", description=__doc__)
     parser.add_argument("targets", nargs="+", choices=TARGETS, metavar="TARGET", help=", ".join(TARGETS))
-    parser.add_argument("--minutes", type=float, help="how long to fuzz each target; 1 unless --count is given")
-    parser.add_argument("--count", type=int, help="how many configurations of each target")
-    parser.add_argument("--seed", type=int, default=0, help="which configurations are drawn; 0 unless given")
+    parser.add_argument("--minutes", type=float, help="minutes per target; default 1, or unlimited with --count")
+    parser.add_argument("--count", type=int, help="number of configurations per target")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the configurations; default 0")
     parser.add_argument(
-        "--native", type=Path, help="C++ kernels to use in place of the installed ones: a build with sanitizers"
+        "--native", type=Path, help="C++ kernels to use instead of the installed ones, such as a build with sanitizers"
     )
     arguments = parser.parse_args(argv)
     for name in ("minutes", "count"):
@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def use_native(file: Path) -> None:
     """Load the C++ kernels from a file, before the package looks for its own."""
     if "polyhead" in sys.modules:
-        raise RuntimeError("polyhead is imported already, with kernels of its own")
+        raise RuntimeError("polyhead is already imported, with its own kernels")
     spec = importlib.util.spec_from_file_location("polyhead._native", file)
     if spec is None or spec.loader is None:
         raise ValueError(f"--native must be a compiled Python module, got {file}")

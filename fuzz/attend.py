@@ -1,4 +1,4 @@
-"""`attend` and `attention_weights` along keys: every kernel that takes a call, in value and gradient."""
+"""Target `attend`: `attend` and `attention_weights` on sequences, every kernel, values and gradients."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ import numpy as np
 import torch
 
 from fuzz.calls import check_call
-from fuzz.hashing import stays
+from fuzz.hashing import dropout_mask
 from fuzz.neighbourhoods import Part, Sizes, build, draw_parts
 from fuzz.position_setup import along_sequence, draw_position
 from fuzz.run import Report
-from fuzz.setup import CallCase, Places, draw_call
-from polyhead.kernels import ALONG_KEYS
+from fuzz.setup import CallCase, NeighbourhoodSetup, draw_call
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -27,7 +26,7 @@ class Case(CallCase):
 
 
 def draw(random: Random) -> Case:
-    """A configuration; most are small."""
+    """Draw a configuration; most are small."""
     queries, keys, heads, batch = _lengths(random)
     call = draw_call(random, batch, heads, square=queries == keys, axes=3)
     if queries * keys > 1000 and call["score"][0] in ("gatv2", "near"):
@@ -41,7 +40,7 @@ def draw(random: Random) -> Case:
 
 
 def _lengths(random: Random) -> tuple[int, int, int, tuple[int, ...]]:
-    """Queries, keys, heads and batch: few of each, or many of one, so that kernels cut them into blocks."""
+    """Numbers of queries, keys, heads and batch: all small, or one large, so that kernels split it into blocks."""
     kind = random.choices(("short", "middle", "long", "empty"), (60, 15, 1, 4))[0]
     most = {"short": 12, "middle": 70, "long": 600, "empty": 5}[kind]
     least = 0 if kind == "empty" else 1
@@ -61,17 +60,18 @@ def _lengths(random: Random) -> tuple[int, int, int, tuple[int, ...]]:
 
 
 def check(case: Case) -> Report:
-    """Compare every kernel that takes this call with the oracle; `Mismatch` where they differ."""
+    """Compare every kernel that takes this call with the oracle; raise `Mismatch` if they differ."""
     drawn = build(case.over, Sizes(case.batch, case.heads, case.queries, case.keys), case.seed)
     query, key = np.arange(case.queries)[:, None], np.arange(case.keys)
-    places = Places(
+    places = NeighbourhoodSetup(
         over=lambda given: drawn.over,
         allowed=torch.as_tensor(drawn.allowed.copy()),
-        placing=along_sequence(case.position, case.heads, case.queries, case.keys, case.dim),
-        kernels=[kernel.name for kernel in ALONG_KEYS],
+        position_setup=along_sequence(case.position, case.heads, case.queries, case.keys, case.dim),
         queries=case.queries,
         keys=case.keys,
-        stays=stays(case.seed, case.batch, case.heads, query, key, case.dropout) if case.dropout else None,
+        dropout_mask=dropout_mask(case.seed, case.batch, case.heads, query, key, case.dropout)
+        if case.dropout
+        else None,
         bias_axes=(case.heads, case.queries, case.keys),
     )
     return check_call(case, places)

@@ -1,4 +1,4 @@
-"""A configuration as plain data, and what may be wrong with it."""
+"""A configuration as plain data, and the kinds of its failures."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any
 class Case:
     """The base of all configurations: fields of plain values, whose defaults are the simplest ones.
 
-    A tuple that begins with a word is a choice with its arguments, such as `("window", 3, 0)`. Everything random in a case
-    follows from `seed`, so that a case can be printed, pasted and run.
+    A tuple that begins with a string is a choice with its arguments, such as `("window", 3, 0)`. Everything random in a case
+    is derived from `seed`, so that a case can be printed, pasted and run.
     """
 
     seed: int = 0
@@ -23,11 +23,11 @@ class Case:
         return f"Case({', '.join(f'{field.name}={getattr(self, field.name)!r}' for field in changed)})"
 
     def lines(self) -> str:
-        """The case as lines that can be pasted into a Python that sees this repository."""
+        """The case as code that can be pasted into a Python started in this repository."""
         return f"from {type(self).__module__} import Case, check\n\ncheck({self!r})"
 
     def labels(self) -> Iterator[tuple[str, str]]:
-        """What this case is an instance of, as (field, value): the choices that were made, and the axes that are empty."""
+        """The options of this case as (field, value), for statistics: its choices, and whether axes are empty."""
         for field in dataclasses.fields(self):
             if field.name != "seed":
                 yield from ((field.name, label) for label in _labels(getattr(self, field.name), field.default))
@@ -52,7 +52,7 @@ def _labels(value: Any, default: Any) -> Iterator[str]:
 
 
 class Mismatch(AssertionError):
-    """The package and the oracle differ: by which way of computing it, in what, and how."""
+    """The package and the oracle differ: in which implementation, in which result, and how."""
 
     def __init__(self, way: str, what: str, how: str) -> None:
         super().__init__(f"{way}: {what}: {how}")
@@ -60,7 +60,7 @@ class Mismatch(AssertionError):
 
 
 def kind_of(error: BaseException) -> tuple[str, str]:
-    """What two failures have in common that are one and the same fault."""
+    """A key that is equal for two failures of the same fault."""
     if isinstance(error, Mismatch):
         return error.kind
     # numbers differ from case to case

@@ -1,4 +1,4 @@
-"""`from_conv` beside torch's own convolutions and poolings: outputs, gradients of the image, and the way back."""
+"""`from_conv` against torch's convolutions and poolings: outputs, gradients of the image, and `to_conv`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import nn
 
 from fuzz.case import Case as BaseCase
 from fuzz.case import Mismatch
-from fuzz.compare import closeness
+from fuzz.compare import error_ratio
 from fuzz.run import Report
 from fuzz.tensors import numbers
 from polyhead import from_conv, to_conv
@@ -33,7 +33,7 @@ class Case(BaseCase):
     same: bool = False
     mode: str = "zeros"
     groups: int = 1
-    # so many channels of output a group; 0 is a pooling
+    # output channels per group; 0 is a pooling
     out: int = 1
     counted: bool = True
     ceil: bool = False
@@ -43,7 +43,7 @@ class Case(BaseCase):
 
 
 def draw(random: Random) -> Case:
-    """A configuration whose image is large enough."""
+    """Draw a configuration whose image is large enough."""
     axes = random.choices((1, 2, 3), (3, 5, 1))[0]
     pooling = random.random() < 0.2
     each = lambda choices: tuple(random.choice(choices) for _ in range(axes))
@@ -52,7 +52,7 @@ def draw(random: Random) -> Case:
     same = not pooling and random.random() < 0.15
     padding = tuple(random.randint(0, n // 2) if pooling else random.choice((0, 0, 1, 2)) for n in kernel)
     mode = "zeros" if pooling else random.choice(("zeros", "zeros", "replicate", "circular", "reflect"))
-    # what a window spans, and what "reflect" and "circular" need
+    # the extent of a window, and the least size for "reflect" and "circular"
     least = [
         max(step * (n - 1) + 1 + (1 if same else 0), pad + 1)
         for n, step, pad in zip(kernel, dilation, padding, strict=True)
@@ -71,7 +71,7 @@ def draw(random: Random) -> Case:
 
 
 def check(case: Case) -> Report:
-    """Compare the attention with the convolution; `Mismatch` where they differ."""
+    """Compare the attention with the convolution; raise `Mismatch` if they differ."""
     torch.set_num_threads(1)
     torch.manual_seed(case.seed)
     rng = np.random.default_rng(case.seed)
@@ -84,7 +84,7 @@ def check(case: Case) -> Report:
     try:
         attention = from_conv(conv)
     except ValueError as error:
-        if "no fixed weights" in str(error):
+        if "its windows count the padding" in str(error):
             return Report(frozenset({"refused"}))
         raise
     mine, theirs = image.clone().requires_grad_(), image.double().requires_grad_()
@@ -92,27 +92,27 @@ def check(case: Case) -> Report:
     wide = _module(case).double()
     wide.load_state_dict(conv.state_dict())
     with warnings.catch_warnings():
-        # torch's own, about even kernels
+        # torch warns about even kernels
         warnings.simplefilter("ignore")
-        wanted = wide(theirs)
-    pull = numbers("normal", wanted.shape, rng, dtype)
-    got.backward(pull)
-    wanted.backward(pull.double())
-    # sums of at most a few hundred products of numbers of about 1
+        expected = wide(theirs)
+    grad_output = numbers("normal", expected.shape, rng, dtype)
+    got.backward(grad_output)
+    expected.backward(grad_output.double())
+    # sums of at most a few hundred products of numbers near 1
     off = lambda x: torch.full_like(
         x, 64 * torch.finfo(dtype).eps * (1 + float(x.detach().abs().max() if x.numel() else 0))
     )
-    nearest = closeness("from_conv", "output", got, wanted.detach(), off(wanted))
+    max_error = error_ratio("from_conv", "output", got, expected.detach(), off(expected))
     assert theirs.grad is not None
-    nearest = max(nearest, closeness("from_conv", "gradient of image", mine.grad, theirs.grad, off(theirs.grad)))
+    max_error = max(max_error, error_ratio("from_conv", "gradient of image", mine.grad, theirs.grad, off(theirs.grad)))
     if case.out:
         _check_back(to_conv(attention), conv)
-    return Report(frozenset({"from_conv"}), nearest)
+    return Report(frozenset({"from_conv"}), max_error)
 
 
 def _module(case: Case) -> nn.Module:
     place = len(case.kernel) - 1
-    # any of them: their kernels are tuples of one, two or three numbers
+    # typed as Any: kernels are tuples of one, two or three numbers
     convolution: Any = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[place]
     pooling: Any = (nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d)[place]
     made: nn.Module
@@ -127,7 +127,7 @@ def _module(case: Case) -> nn.Module:
 
 
 def _check_back(back: nn.Module, conv: nn.Module) -> None:
-    """`to_conv` gives the convolution's own numbers."""
+    """Check that `to_conv` returns the numbers of the convolution."""
     for name, tensor in conv.state_dict().items():
         if not torch.equal(back.state_dict()[name], tensor):
-            raise Mismatch("to_conv", name, "it is not the convolution's")
+            raise Mismatch("to_conv", name, "it differs from the convolution")

@@ -1,4 +1,4 @@
-"""Graphs: what the package is given, beside lists of edges that are changed as the documentation says."""
+"""Graphs of the package, with their definition: lists of edges, changed as documented."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ OfSize = Callable[[Inputs, bool], Tensor | None]
 
 @dataclasses.dataclass(frozen=True)
 class Edges:
-    """Edges by definition: their ends, and features and weights as functions of the inputs.
+    """Edges by definition: sources and destinations, and features and weights as functions of the inputs.
 
-    Weights are asked for once more of absolute values, where every derivative must be positive.
+    Weights are also computed from absolute values, where every derivative must be positive.
     """
 
     source: Ints
@@ -45,7 +45,7 @@ KINDS = ("random", "random", "into one", "from one", "few", "path", "all", "none
 
 
 def draw_pairs(kind: str, sources: int, destinations: int, count: int, rng: np.random.Generator) -> tuple[Ints, Ints]:
-    """Sources and destinations of edges of a kind, in no order."""
+    """Sources and destinations of edges of a kind, unsorted."""
     if kind == "none" or not sources or not destinations:
         return np.zeros(0, np.int64), np.zeros(0, np.int64)
     source, destination = rng.integers(0, sources, count), rng.integers(0, destinations, count)
@@ -67,7 +67,7 @@ def draw_pairs(kind: str, sources: int, destinations: int, count: int, rng: np.r
 
 
 def given(pairs: tuple[Ints, Ints], size: tuple[int, int], made: str, inputs: Inputs) -> Graph:
-    """The package's graph of these edges, made in one of the ways that there are."""
+    """The package's graph of these edges, built in one of several ways."""
     features, weights = inputs.get("features"), inputs.get("weights")
     index = torch.as_tensor(np.stack(pairs))
     if made == "int32":
@@ -86,10 +86,10 @@ def given(pairs: tuple[Ints, Ints], size: tuple[int, int], made: str, inputs: In
 
 
 def defined(pairs: tuple[Ints, Ints], size: tuple[int, int], made: str) -> Edges:
-    """The same by definition."""
+    """The same edges by definition."""
     (source, destination), (sources, destinations) = pairs, size
     if made == "batch":
-        # the second graph's nodes count on from the first's
+        # nodes of the second graph are numbered after those of the first
         second = np.arange(len(source)) >= len(source) // 2
         source, destination = source + second * sources, destination + second * destinations
         sources, destinations = 2 * sources, 2 * destinations
@@ -97,7 +97,7 @@ def defined(pairs: tuple[Ints, Ints], size: tuple[int, int], made: str) -> Edges
 
 
 def reversed_(edges: Edges) -> Edges:
-    """Every edge the other way round."""
+    """Every edge reversed."""
     return dataclasses.replace(
         edges,
         source=edges.destination,
@@ -108,7 +108,7 @@ def reversed_(edges: Edges) -> Edges:
 
 
 def with_loops(edges: Edges) -> Edges:
-    """Every node without a loop gets one, after all others: with the mean of its in-edges' features and the weight 1."""
+    """Append a loop for every node without one, with the mean features of its in-edges and the weight 1."""
     have = {int(a) for a, b in zip(edges.source, edges.destination, strict=True) if a == b}
     new = np.array([node for node in range(edges.sources) if node not in have], np.int64)
     mean = torch.zeros(len(new), edges.count, dtype=torch.float64)
@@ -158,7 +158,7 @@ def kept(edges: Edges, allowed: NDArray[np.bool_]) -> tuple[Edges, Ints]:
 
 
 def draw_filter(random: Random) -> Part:
-    """A neighbourhood that a graph may be joined with: one that is the same for all heads and rows."""
+    """Draw a neighbourhood to intersect a graph with: one that is the same for all heads and rows."""
     while True:
         part = draw_part(random)
         if part[0] == "mask" and part[1] not in ("pairs", "keys"):
@@ -172,14 +172,14 @@ class Made(NamedTuple):
     """A graph and its definition."""
 
     edges: Edges
-    # the package's graph of inputs that may want gradients
+    # builds the package's graph from inputs that may require gradients
     graph: Callable[[Inputs], Graph]
 
 
 def build_graph(
     pairs: tuple[Ints, Ints], size: tuple[int, int], made: str, changes: tuple[str, ...], filters: tuple[Part, ...], seed: int
 ) -> Made:  # fmt: skip
-    """Edges that are given, changed in turn, and filtered in turn."""
+    """Build a graph from edges, apply the changes, then the filters."""
     edges = defined(pairs, size, made)
     for change in changes:
         edges = {"reverse": reversed_, "loops": with_loops, "normalised": normalised}[change](edges)
@@ -199,7 +199,7 @@ def build_graph(
                 found
             )
         for place, over in enumerate(joins):
-            # a join may be written either way round
+            # `&` takes a graph on either side
             joined = found & over if place % 2 == 0 else over & found
             assert isinstance(joined, Graph)
             found = joined
@@ -209,11 +209,11 @@ def build_graph(
 
 
 def check_graph(graph: Graph, edges: Edges) -> None:
-    """The edges of the package's graph are those of the definition, in the same order."""
-    wanted = torch.as_tensor(np.stack((edges.source, edges.destination)))
+    """Check that the package's graph has the edges of the definition, in the same order."""
+    expected = torch.as_tensor(np.stack((edges.source, edges.destination)))
     if (graph.sources, graph.destinations) != (edges.sources, edges.destinations):
         raise Mismatch(
-            "Graph", "nodes", f"{(graph.sources, graph.destinations)}, wanted {(edges.sources, edges.destinations)}"
+            "Graph", "nodes", f"{(graph.sources, graph.destinations)}, expected {(edges.sources, edges.destinations)}"
         )
-    if not torch.equal(graph.edge_index, wanted):
-        raise Mismatch("Graph", "edge_index", f"{graph.edge_index.tolist()}, wanted {wanted.tolist()}")
+    if not torch.equal(graph.edge_index, expected):
+        raise Mismatch("Graph", "edge_index", f"{graph.edge_index.tolist()}, expected {expected.tolist()}")

@@ -1,4 +1,4 @@
-"""`attend` along the edges of a graph: the kernels of graphs, in value and gradient, and the graphs that are made of others."""
+"""Target `graph`: `attend` along edges, every kernel, values and gradients; and graphs derived from others."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ import torch
 
 from fuzz.calls import check_call
 from fuzz.edges import KINDS, Made, build_graph, check_graph, draw_filter, draw_pairs
-from fuzz.hashing import stays
+from fuzz.hashing import dropout_mask
 from fuzz.neighbourhoods import Part
 from fuzz.position_setup import along_sequence, draw_position
 from fuzz.run import Report
-from fuzz.setup import CallCase, Places, draw_call
-from polyhead.kernels import ALONG_EDGES
+from fuzz.setup import CallCase, NeighbourhoodSetup, draw_call
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -26,7 +25,7 @@ class Case(CallCase):
     destinations: int = 1
     edges: str = "random"
     count: int = 1
-    # how the graph is made, what is then made of it, and what it is joined with
+    # how the graph is built, how it is changed, and what it is intersected with
     made: str = "list"
     changes: tuple[tuple[str], ...] = ()
     filters: tuple[Part, ...] = ()
@@ -35,7 +34,7 @@ class Case(CallCase):
 
 
 def draw(random: Random) -> Case:
-    """A configuration; most are small, some have a node with hundreds of edges."""
+    """Draw a configuration; most are small, some have a node with hundreds of edges."""
     nodes = random.choices((random.randint(1, 12), random.randint(1, 60), random.randint(0, 2)), (12, 4, 1))[0]
     others = nodes if random.random() < 0.6 else random.randint(0, 20)
     edges = random.choice(KINDS)
@@ -61,7 +60,7 @@ def draw(random: Random) -> Case:
             "numbers": random.choice(("positive", "normal")),
         }
     if changes and call["dtype"] in ("bfloat16", "float16"):
-        # new weights, and features of new loops, are rounded to the dtype of the old ones
+        # new weights, and features of new loops, have the dtype of the existing ones
         call["wide"] = True
     featured = call["score"][0] in ("gat", "gatv2") and random.random() < 0.4
     position = call.pop("position") or (draw_position(random, call["dim"]) if random.random() < 0.5 else ("none",))
@@ -70,26 +69,25 @@ def draw(random: Random) -> Case:
         made=random.choices(("list", "int32", "strided", "batch"), (5, 1, 1, 1))[0], changes=tuple((name,) for name in changes),
         filters=tuple(draw_filter(random) for _ in range(random.choice((0, 0, 0, 1, 1, 2)))),
         edge_dim=random.choice((1, 3, 8)) if featured else None,
-        # without weights of their own edges are normalised in fp32
+        # edges without weights are normalised in fp32
         weighted=random.random() < 0.3 or ("normalised" in changes and call["dtype"] == "float64"),
     )  # fmt: skip
 
 
 def check(case: Case) -> Report:
-    """Compare every kernel that takes this call with the oracle; `Mismatch` where they differ."""
+    """Compare every kernel that takes this call with the oracle; raise `Mismatch` if they differ."""
     made, shapes = graph_of(case)
     edges = made.edges
     source, destination = torch.as_tensor(edges.source), torch.as_tensor(edges.destination)
-    placing = along_sequence(case.position, case.heads, edges.destinations, edges.sources, case.dim)
+    position_setup = along_sequence(case.position, case.heads, edges.destinations, edges.sources, case.dim)
     check_graph(made.graph({name: torch.ones(shape) for name, shape in shapes.items()}), edges)
-    places = Places(
+    places = NeighbourhoodSetup(
         over=made.graph,
         allowed=(destination == torch.arange(edges.destinations)[:, None])[None],
-        placing=placing,
-        kernels=[kernel.name for kernel in ALONG_EDGES],
+        position_setup=position_setup,
         queries=edges.destinations,
         keys=edges.sources,
-        stays=_stays(case, made) if case.dropout else None,
+        dropout_mask=_dropout_mask(case, made) if case.dropout else None,
         take=source,
         features=edges.features,
         weights=edges.weights,
@@ -101,7 +99,7 @@ def check(case: Case) -> Report:
 
 
 def graph_of(case: Case) -> tuple[Made, dict[str, tuple[int, ...]]]:
-    """The case's graph, and the shapes of the inputs that it has."""
+    """The graph of a case, and the shapes of its inputs."""
     rng = np.random.default_rng([case.seed, 1])
     pairs = draw_pairs(case.edges, case.sources, case.destinations, case.count, rng)
     shapes: dict[str, tuple[int, ...]] = {}
@@ -114,7 +112,7 @@ def graph_of(case: Case) -> tuple[Made, dict[str, tuple[int, ...]]]:
     return build_graph(pairs, size, case.made, changes, case.filters, case.seed), shapes
 
 
-def _stays(case: Case, made: Made) -> torch.Tensor:
-    """Which edges dropout leaves, by the numbers of their ends; only those of a query's own matter."""
+def _dropout_mask(case: Case, made: Made) -> torch.Tensor:
+    """Which edges dropout keeps, by source and destination; only the in-edges of a query matter."""
     query = np.broadcast_to(made.edges.destination, (made.edges.destinations, made.edges.count))
-    return stays(case.seed, case.batch, case.heads, query, made.edges.source, case.dropout)
+    return dropout_mask(case.seed, case.batch, case.heads, query, made.edges.source, case.dropout)

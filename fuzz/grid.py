@@ -1,4 +1,4 @@
-"""`attend` over the points of grids, and convolutions as attention: every kernel that takes a call, in value and gradient."""
+"""Target `grid`: `attend` on grids and at offsets, every kernel, values and gradients; and convolutions as attention."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ import torch
 from fuzz import convolution
 from fuzz.calls import check_call
 from fuzz.grids import Points, draw_grid_position, offsets_mask, on_grid, points, window_mask
-from fuzz.hashing import stays
+from fuzz.hashing import dropout_mask
 from fuzz.neighbourhoods import Drawn, Part, Sizes, build, draw_part
 from fuzz.position_setup import along_sequence, draw_position
 from fuzz.run import Report
-from fuzz.setup import CallCase, Places, draw_call
+from fuzz.setup import CallCase, NeighbourhoodSetup, draw_call
 from polyhead import Grid, Offsets
-from polyhead.kernels import ALONG_KEYS, AT_OFFSETS, ON_GRIDS
 
 ON_AXES = ("rotary axes", "window bias", "quadratic")
 
@@ -32,13 +31,13 @@ class Case(CallCase):
     stride: tuple[int, ...] = (1,)
     outputs: tuple[int, ...] | None = None
     prefix: int = 0
-    # in place of a window: how many points each head sees, how far off at most, and what lies beyond the border
+    # instead of a window: number of offsets per head, their largest size, and the padding
     offsets: tuple[int, int, str] | None = None
     also: tuple[Part, ...] = ()
 
 
 def draw(random: Random) -> Case | convolution.Case:
-    """A configuration; one in six is a convolution."""
+    """Draw a configuration; one in six is a convolution."""
     if random.random() < 0.16:
         return convolution.draw(random)
     axes = random.choices((1, 2, 3), (3, 5, 2))[0]
@@ -58,7 +57,7 @@ def draw(random: Random) -> Case | convolution.Case:
     along = draw_position(random, call["dim"]) if not sparse else ("none",)
     position = call.pop("position") or random.choice((("none",), along, draw_grid_position(random, axes, call["dim"])))
     if position[0] in ("quadratic", "window bias") and call["dtype"] in ("bfloat16", "float16"):
-        # what it adds to a bias is computed in its own dtype
+        # it is added to a bias in the dtype of its own weights
         call["wide"] = True
     also = tuple(_fitting(random, sparse) for _ in range(random.choice((0, 0, 0, 1, 2))))
     fixed = (
@@ -73,7 +72,7 @@ def draw(random: Random) -> Case | convolution.Case:
 
 
 def _fitting(random: Random, sparse: bool) -> Part:
-    """A neighbourhood to join with: where queries are not the keys, one that does not count them along the keys."""
+    """Draw a neighbourhood to intersect with; if queries are not the keys, one that does not count them along the keys."""
     while True:
         part = draw_part(random)
         if not sparse or part[0] in ("dense", "mask") or (part[0] == "padding" and not part[2]):
@@ -81,23 +80,24 @@ def _fitting(random: Random, sparse: bool) -> Part:
 
 
 def check(case: Case | convolution.Case) -> Report:
-    """Compare every kernel that takes this call with the oracle; `Mismatch` where they differ."""
+    """Compare every kernel that takes this call with the oracle; raise `Mismatch` if they differ."""
     if isinstance(case, convolution.Case):
         return convolution.check(case)
     at, drawn = _neighbourhood(case)
     queries, keys = at.placed.shape
     if case.position[0] in ON_AXES:
-        placing = on_grid(case.position, at, case.heads, case.dim)
+        position_setup = on_grid(case.position, at, case.heads, case.dim)
     else:
-        placing = along_sequence(case.position, case.heads, queries, keys, case.dim)
-    places = Places(
+        position_setup = along_sequence(case.position, case.heads, queries, keys, case.dim)
+    places = NeighbourhoodSetup(
         over=lambda given: drawn.over,
         allowed=torch.as_tensor(drawn.allowed.copy()),
-        placing=placing,
-        kernels=sorted({kernel.name for kernel in (*ALONG_KEYS, *AT_OFFSETS, *ON_GRIDS)}),
+        position_setup=position_setup,
         queries=queries,
         keys=keys,
-        stays=stays(case.seed, case.batch, case.heads, np.arange(queries)[:, None], np.arange(keys), case.dropout)
+        dropout_mask=dropout_mask(
+            case.seed, case.batch, case.heads, np.arange(queries)[:, None], np.arange(keys), case.dropout
+        )
         if case.dropout
         else None,
         bias_axes=(case.heads, queries, keys),
@@ -107,7 +107,7 @@ def check(case: Case | convolution.Case) -> Report:
 
 
 def _neighbourhood(case: Case) -> tuple[Points, Drawn]:
-    """Where items stand, and who may attend to whom."""
+    """The coordinates of queries and keys, and the neighbourhood."""
     outputs = case.outputs
     if outputs is None:
         outputs = tuple(-(-n // step) for n, step in zip(case.sizes, case.stride, strict=True))

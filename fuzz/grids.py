@@ -1,4 +1,4 @@
-"""Grids: neighbourhoods and positions of points, beside masks and numbers that are written from the documented definitions."""
+"""Neighbourhoods and positions on grids, with masks and numbers from the documented definitions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fuzz.oracle import Inputs
-from fuzz.position_setup import Placing
+from fuzz.position_setup import PositionSetup
 from fuzz.positions import along_axes
 from fuzz.scores import parameter
 from polyhead import Position, QuadraticOffset, RelativeBias, Rotary
@@ -22,7 +22,7 @@ Bools = NDArray[np.bool_]
 
 
 class Points(NamedTuple):
-    """Where keys and queries stand, row by row; so many tokens before them stand nowhere."""
+    """Coordinates of keys and queries, row by row; `prefix` tokens before them have no coordinates."""
 
     keys: Ints
     queries: Ints
@@ -31,13 +31,13 @@ class Points(NamedTuple):
 
     @property
     def offset(self) -> Ints:
-        """How far each key is from each query, along each axis (queries, keys, axes); 0 for tokens."""
+        """Offset of each key from each query along each axis (queries, keys, axes); 0 for tokens."""
         apart = self.keys[None] - self.queries[:, None]
         return np.pad(apart, ((self.prefix, 0), (self.prefix, 0), (0, 0)))
 
     @property
     def placed(self) -> Bools:
-        """Which pairs are of two points (queries, keys)."""
+        """Which pairs (queries, keys) consist of two points."""
         return np.pad(
             np.ones((len(self.queries), len(self.keys)), bool),
             ((self.prefix, 0), (self.prefix, 0)),
@@ -52,7 +52,8 @@ def points(sizes: tuple[int, ...], outputs: tuple[int, ...], stride: tuple[int, 
 
 
 def window_mask(at: Points, window: tuple[int | None, ...] | None, dilation: tuple[int, ...]) -> Bools:
-    """Pairs within a window (queries, keys): along each axis so many points to either side, a dilation apart; tokens see all."""
+    """Pairs (queries, keys) within a window: half the window to either side along each axis, in steps of the dilation. Tokens
+    attend to all keys, and all queries to tokens."""
     allowed = np.ones(at.placed.shape, bool)
     if window is not None:
         for axis, (wide, step) in enumerate(zip(window, dilation, strict=True)):
@@ -63,7 +64,7 @@ def window_mask(at: Points, window: tuple[int | None, ...] | None, dilation: tup
 
 
 def fold(place: int, size: int, padding: str) -> int | None:
-    """The point that stands at a place beyond the border or within, along one axis; None for none."""
+    """The index along one axis that a place maps to, inside or beyond the border; None outside with zero padding."""
     if 0 <= place < size:
         return place
     if padding == "zeros":
@@ -72,14 +73,14 @@ def fold(place: int, size: int, padding: str) -> int | None:
         return 0 if place < 0 else size - 1
     if padding == "circular":
         return place % size
-    # reflected at the border points, which are not repeated
+    # reflected at the border points, without repeating them
     while not 0 <= place < size:
         place = 0 if size == 1 else -place if place < 0 else 2 * (size - 1) - place
     return place
 
 
 def offsets_mask(at: Points, offsets: Ints, padding: str) -> Bools:
-    """Which key each head sees from each query (heads, queries, keys); `offsets` are (heads, several, axes)."""
+    """Which keys each head may attend to from each query (heads, queries, keys); `offsets` are (heads, several, axes)."""
     allowed = np.zeros((len(offsets), len(at.queries), len(at.keys)), bool)
     number = {tuple(point): place for place, point in enumerate(at.keys.tolist())}
     for head, query, one in itertools.product(range(len(offsets)), range(len(at.queries)), range(offsets.shape[1])):
@@ -90,8 +91,8 @@ def offsets_mask(at: Points, offsets: Ints, padding: str) -> Bools:
     return allowed
 
 
-def on_grid(choice: tuple[Any, ...], at: Points, heads: int, dim: int) -> Placing:
-    """A position that counts along the axes of a grid."""
+def on_grid(choice: tuple[Any, ...], at: Points, heads: int, dim: int) -> PositionSetup:
+    """A position along the axes of a grid."""
     kind, *options = choice
     if kind == "rotary axes":
         return _rotary(at, dim, *options)
@@ -100,19 +101,19 @@ def on_grid(choice: tuple[Any, ...], at: Points, heads: int, dim: int) -> Placin
     return _quadratic(at, heads, *options)
 
 
-def _rotary(at: Points, dim: int, turned: int | None, base: float, interleaved: bool) -> Placing:
+def _rotary(at: Points, dim: int, rotary_dim: int | None, base: float, interleaved: bool) -> PositionSetup:
     axes = len(at.sizes)
-    position = Rotary(turned, base=base, interleaved=interleaved, axes=axes)
-    # tokens are left alone
+    position = Rotary(rotary_dim, base=base, interleaved=interleaved, axes=axes)
+    # tokens are not rotated
     lone = lambda where: np.pad(where, ((at.prefix, 0), (0, 0)))
-    matrices = [along_axes(lone(where), dim, turned or dim, base, interleaved) for where in (at.queries, at.keys)]
-    return Placing(lambda given: position, {}, torch.as_tensor(matrices[0]), torch.as_tensor(matrices[1]))
+    matrices = [along_axes(lone(where), dim, rotary_dim or dim, base, interleaved) for where in (at.queries, at.keys)]
+    return PositionSetup(lambda given: position, {}, torch.as_tensor(matrices[0]), torch.as_tensor(matrices[1]))
 
 
-def _window_bias(at: Points, heads: int, window: tuple[int, ...]) -> Placing:
+def _window_bias(at: Points, heads: int, window: tuple[int, ...]) -> PositionSetup:
     row = np.zeros(at.placed.shape, np.int64)
     for axis, wide in enumerate(window):
-        # what is further off shares the border's
+        # larger offsets share the value at the border
         row = row * wide + np.clip(at.offset[..., axis], -(wide // 2), wide // 2) + wide // 2
     place, placed = torch.as_tensor(row), torch.as_tensor(at.placed)
 
@@ -122,11 +123,11 @@ def _window_bias(at: Points, heads: int, window: tuple[int, ...]) -> Placing:
         return made
 
     shapes = {"table": (int(np.prod(window)), heads)}
-    return Placing(position, shapes, added=lambda given, _: given["table"][place].movedim(-1, 0) * placed)
+    return PositionSetup(position, shapes, added=lambda given, _: given["table"][place].movedim(-1, 0) * placed)
 
 
-def _quadratic(at: Points, heads: int, padding: str) -> Placing:
-    """−α|δ − Δ|², with the place that is looked at folded as the padding says; with "zeros" α/2 is added."""
+def _quadratic(at: Points, heads: int, padding: str) -> PositionSetup:
+    """−α|δ − Δ|², with the target folded according to the padding; with "zeros", α/2 is added."""
     axes, placed = len(at.sizes), torch.as_tensor(at.placed)
     from_, to = torch.as_tensor(at.queries).double(), torch.as_tensor(at.keys).double()
 
@@ -138,15 +139,15 @@ def _quadratic(at: Points, heads: int, padding: str) -> Placing:
     def added(given: Inputs, absolute: bool) -> Tensor:
         square = torch.zeros((), dtype=torch.float64)
         for axis, size in enumerate(at.sizes):
-            looked = from_[:, axis] + given["centres"][:, axis, None]
+            selected = from_[:, axis] + given["centres"][:, axis, None]
             if absolute:
-                square = square + (looked[..., None] + to[:, axis] + 2 * size).square()
+                square = square + (selected[..., None] + to[:, axis] + 2 * size).square()
                 continue
             if padding == "reflect" and size > 1:
                 # a triangle wave of period 2(size − 1)
-                wave = looked.remainder(2 * (size - 1))
-                looked = torch.where(wave > size - 1, 2 * (size - 1) - wave, wave)
-            apart = to[:, axis] - looked[..., None]
+                wave = selected.remainder(2 * (size - 1))
+                selected = torch.where(wave > size - 1, 2 * (size - 1) - wave, wave)
+            apart = to[:, axis] - selected[..., None]
             if padding == "circular":
                 apart = apart - size * torch.round(apart.detach() / size)
             square = square + apart.square()
@@ -155,16 +156,16 @@ def _quadratic(at: Points, heads: int, padding: str) -> Placing:
         pairs = alpha * (square + more) if absolute else alpha * (more - square)
         return torch.nn.functional.pad(pairs, (at.prefix, 0, at.prefix, 0)) * placed
 
-    return Placing(position, {"centres": (heads, axes), "alpha": (heads,)}, added=added)
+    return PositionSetup(position, {"centres": (heads, axes), "alpha": (heads,)}, added=added)
 
 
 def draw_grid_position(random: Random, axes: int, dim: int) -> tuple[Any, ...]:
-    """A position on a grid as plain data."""
+    """Draw a position on a grid as plain data."""
     kind = random.choice(("rotary axes", "window bias", "quadratic"))
     step = 2 * axes
     if kind == "rotary axes" and dim >= step:
-        turned = None if dim % step == 0 and random.random() < 0.6 else random.randrange(step, dim + 1, step)
-        return (kind, turned, random.choice((10_000.0, 100.0)), random.random() < 0.4)
+        rotary_dim = None if dim % step == 0 and random.random() < 0.6 else random.randrange(step, dim + 1, step)
+        return (kind, rotary_dim, random.choice((10_000.0, 100.0)), random.random() < 0.4)
     if kind == "quadratic":
         return (kind, random.choice(("replicate", "zeros", "circular", "reflect")))
     return ("window bias", tuple(random.choice((1, 3, 5, 7)) for _ in range(axes)))

@@ -1,4 +1,4 @@
-"""Which pairs dropout leaves: the documented hash of (seed, head, query, key), written anew in NumPy."""
+"""Which pairs dropout keeps: the documented hash of (seed, head, query, key), reimplemented in NumPy."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Words = NDArray[np.uint32]
 
 
 def lowbias32(x: Words) -> Words:
-    """Wellons' integer hash of two rounds."""
+    """Wellons' integer hash with two rounds."""
     x = x ^ (x >> np.uint32(16))
     x = x * np.uint32(0x7FEB352D)
     x = x ^ (x >> np.uint32(15))
@@ -21,15 +21,15 @@ def lowbias32(x: Words) -> Words:
     return x ^ (x >> np.uint32(16))
 
 
-def stays(
+def dropout_mask(
     seed: int, batch: tuple[int, ...], heads: int, query: NDArray[np.int64], key: NDArray[np.int64], dropout: float
 ) -> Tensor:
-    """True for the pairs that stay (*batch, heads, *pairs): `query` and `key` broadcast; heads count on through the batch."""
+    """True for the pairs that are kept (*batch, heads, *pairs): `query` and `key` broadcast; heads are numbered through the batch."""
     word = lambda x: np.asarray(x).astype(np.uint32)
     axes = np.broadcast(query, key).ndim
     head = np.arange(math.prod((*batch, heads))).reshape(*batch, heads, *(1,) * axes)
     with np.errstate(over="ignore"):
         row = lowbias32(lowbias32(lowbias32(word([seed & 0xFFFFFFFF])) + word(head)) + word(query))
         mixed = lowbias32(row ^ (word(key) * np.uint32(0x9E3779B1)))
-    # as a signed number it is uniform over 2^32 steps
+    # as a signed integer it is uniform over 2^32 values
     return torch.as_tensor(mixed.view(np.int32).astype(np.int64) >= round(dropout * 2**32) - 2**31)

@@ -1,4 +1,4 @@
-"""`MultiHeadAttention`: all its options, and the ways to call it, beside a definition made of its `state_dict`."""
+"""Target `layer`: `MultiHeadAttention` with all options and kinds of call, against a definition from its `state_dict`."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from fuzz.run import Report
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Case(BaseCase):
-    """One layer, and one way to call it."""
+    """One layer, and one kind of call."""
 
     way: str = "call"
     batch: tuple[int, ...] = ()
     queries: int = 1
-    # None: a sequence attends to itself
+    # None: self-attention
     keys: int | None = None
     heads: int = 1
     group: int = 1
@@ -41,22 +41,22 @@ class Case(BaseCase):
     residual: bool = False
     has_bias: bool = False
     over: tuple[Part, ...] = ()
-    # along so many random edges, in place of `over`
+    # number of random edges, instead of `over`
     edges: int | None = None
     bias: bool = False
     dropout: float = 0.0
     dtype: str = "float64"
 
 
-DRAWN = ("call", "call", "call", "cache", "project_kv", "prune", "merged", "gate", "state", "sparse")
+DRAWN = ("call", "call", "call", "cache", "project_kv", "prune", "fold", "gate", "state", "sparse")
 
 
 def draw(random: Random) -> Case:
-    """A configuration that the layer's documentation allows."""
+    """Draw a configuration that the documentation of the layer allows."""
     way = random.choice(DRAWN)
     heads = random.choice((1, 2, 2, 3, 4, 6))
     group = random.choice([n for n in range(1, heads + 1) if heads % n == 0] if random.random() < 0.4 else (1,))
-    # of one feature a norm leaves the sign, and rounding decides what gradients are left
+    # the norm of a single feature is its sign, and its gradient is rounding error
     qk_norm = random.random() < 0.25
     head_dim, value_dim = random.choice((2 if qk_norm else 1, 2, 3, 4, 8, 16)), random.choice((1, 2, 4, 8))
     d_model = random.choice((2, 3, 5, 8, 16))
@@ -67,10 +67,10 @@ def draw(random: Random) -> Case:
     shares_queries = score[0] in ("gat", "gatv2") and random.random() < 0.5
     if score[0] in ("gat", "gatv2"):
         value_dim, d_value = head_dim, d_key
-        way = "call" if way == "merged" else way
+        way = "call" if way == "fold" else way
     if shares_queries:
         group, d_key, d_value = 1, d_model, d_model
-    combine = "project" if way == "merged" else random.choice(("project", "project", "concat", "mean"))
+    combine = "project" if way == "fold" else random.choice(("project", "project", "concat", "mean"))
     edges = random.randint(0, 30) if random.random() < 0.15 and way in ("call", "gate", "prune") else None
     large = random.random() < 0.02
     queries = 64 if large else random.randint(1, 12)
@@ -90,9 +90,9 @@ def draw(random: Random) -> Case:
 
 
 def check(case: Case) -> Report:
-    """Compare the layer with its definition; `Mismatch` where they differ."""
+    """Compare the layer with its definition; raise `Mismatch` if they differ."""
     torch.set_num_threads(1)
     layer = make(case)
     call = inputs(case, layer)
-    nearest = WAYS[case.way](case, layer, call)
-    return Report(frozenset({case.way if case.edges is None else f"{case.way} on a graph"}), nearest)
+    max_error = WAYS[case.way](case, layer, call)
+    return Report(frozenset({case.way if case.edges is None else f"{case.way} on a graph"}), max_error)

@@ -1,7 +1,7 @@
-"""Metrics of heads by their formulas, on weights (..., heads, queries, columns) that the oracle gives.
+"""Head metrics by their formulas, from the oracle's weights (..., heads, queries, columns).
 
-A column is a key, or on a graph an edge: `key` has the number of its key. Every formula comes with how far it may be off where
-each weight is off by as much as its bound.
+A column is a key, or on a graph an edge: `key` has the number of its key. Every formula also returns its error bound, given the
+bound of each weight.
 """
 
 from __future__ import annotations
@@ -15,30 +15,32 @@ import torch
 from torch import Tensor
 
 from fuzz.case import Mismatch
-from fuzz.compare import closeness
+from fuzz.compare import error_ratio
 from fuzz.neighbourhoods import Part
-from polyhead.attend import prepare, run
+from polyhead.attend import run
 from polyhead.heads import Heads, Origin
+from polyhead.kernels import Call
+from polyhead.prepare import AttentionOptions, check_and_make_call
 
 Pair = tuple[Tensor, Tensor]
 
 
 class Weights(NamedTuple):
-    """Weights and how far they may be off; where the keys and queries stand."""
+    """Weights with their error bounds, and the positions of keys and queries."""
 
     p: Tensor
     bound: Tensor
-    # the number of each column's key, and how many keys there are
+    # the number of each column's key, and the number of keys
     key: Tensor
     keys: int
-    # the number of each query as counted along the keys
+    # the position of each query, counted along the keys
     place: Tensor
-    # how far apart each query and column's key are (queries, columns)
+    # the distance of each query from each column's key (queries, columns)
     apart: Tensor
 
 
 def draw_metrics(random: Random) -> tuple[Part, ...]:
-    """Some metrics as plain data."""
+    """Draw some metrics as plain data."""
     mass = ("self", "previous", "next", "first", -2, 3, "marked", "at")
     known = (
         ("entropy",), ("distance",), ("received",), ("received", "counted"), ("diversity",), ("heatmap", random.randint(1, 9)),
@@ -48,9 +50,16 @@ def draw_metrics(random: Random) -> tuple[Part, ...]:
     return tuple(random.sample(known, random.randint(1, 4)))
 
 
+def prepared(arguments: dict[str, Any]) -> Call:
+    """The call that `attend` makes of these arguments."""
+    tensors = {name: arguments[name] for name in "qkv"}
+    options = AttentionOptions(**{name: given for name, given in arguments.items() if name not in tensors})
+    return check_and_make_call(**tensors, options=options)
+
+
 def view(arguments: dict[str, Any]) -> Heads:
-    """A view on the heads of a call, as a layer hands it out."""
-    call = prepare(**arguments)
+    """A view of the heads of a call, as a layer returns it."""
+    call = prepared(arguments)
     out, lse = run(call)
     return Heads(call, Origin(out, None, None, lse))
 
@@ -58,18 +67,18 @@ def view(arguments: dict[str, Any]) -> Heads:
 def some(
     weights: Weights, values: Tensor, on_edges: bool, rng: np.random.Generator
 ) -> tuple[dict[str, list[int]], Weights, Tensor]:
-    """A part of what may be looked at: what `select` is given, and the weights that are left.
+    """Draw a selection: the arguments of `select`, and the remaining weights and values.
 
-    On a graph a view on some queries has their edges alone, and its numbers still stand at all nodes.
+    On a graph, a view of some queries has only their edges, but its metrics still cover all nodes.
     """
     number, queries = weights.p.shape[-3:-1]
     heads = sorted(rng.choice(number, rng.integers(1, number + 1), replace=False).tolist())
     rows = sorted(rng.choice(queries, rng.integers(1, queries + 1), replace=False).tolist())
     p, bound = (x[..., heads, :, :] for x in (weights.p, weights.bound))
     if on_edges:
-        asked = torch.zeros(queries, 1, dtype=p.dtype)
-        asked[rows] = 1.0
-        left = weights._replace(p=p * asked, bound=bound * asked)
+        requested = torch.zeros(queries, 1, dtype=p.dtype)
+        requested[rows] = 1.0
+        left = weights._replace(p=p * requested, bound=bound * requested)
     else:
         p, bound, apart = (x[..., rows, :] for x in (p, bound, weights.apart))
         left = weights._replace(p=p, bound=bound, place=weights.place[rows], apart=apart)
@@ -77,20 +86,20 @@ def some(
 
 
 def check_metrics(
-    heads: Heads, asked: tuple[Part, ...], weights: Weights, values: Tensor, rng: np.random.Generator
+    heads: Heads, requested: tuple[Part, ...], weights: Weights, values: Tensor, rng: np.random.Generator
 ) -> float:
-    """Compare what a view measures with the formulas; the largest error as a share of what is allowed.
+    """Compare the metrics of a view with the formulas; return the largest error as a fraction of its bound.
 
     Args:
         heads: the view.
-        asked: what to measure, in one pass.
-        weights: what the oracle says of the weights.
+        requested: the metrics, computed in one pass.
+        weights: the oracle's weights.
         values: the values (..., heads, columns, dim), for contributions.
-        rng: where marked keys and counts come from.
+        rng: source of marked keys and counts.
     """
-    questions = [_question(metric, weights, rng) for metric in asked]
-    nearest = 0.0
-    for (metric, given), got in zip(questions, heads.measure(*(given for _, given in questions)), strict=True):
+    requests = [_request(metric, weights, rng) for metric in requested]
+    max_error = 0.0
+    for (metric, given), got in zip(requests, heads.measure(*(given for _, given in requests)), strict=True):
         about = weights
         if metric[0] == "contribution":
             norm = values.norm(dim=-1)[..., None, :]
@@ -98,15 +107,15 @@ def check_metrics(
             metric, given = metric[1:], given[1:] if isinstance(given, tuple) else given
         name = " ".join(map(str, metric))
         if metric[0] == "top":
-            nearest = max(nearest, _compare_top(name, got, about, metric[1]))
+            max_error = max(max_error, _compare_top(name, got, about, metric[1]))
             continue
-        wanted, bound = _FORMULAS[metric[0]](about, *(given[1:] if isinstance(given, tuple) else ()))
-        nearest = max(nearest, closeness("heads", name, got, wanted, bound))
-    return nearest
+        expected, bound = _FORMULAS[metric[0]](about, *(given[1:] if isinstance(given, tuple) else ()))
+        max_error = max(max_error, error_ratio("heads", name, got, expected, bound))
+    return max_error
 
 
-def _question(metric: Part, weights: Weights, rng: np.random.Generator) -> tuple[Part, Any]:
-    """A metric as it is drawn, and as `measure` takes it."""
+def _request(metric: Part, weights: Weights, rng: np.random.Generator) -> tuple[Part, Any]:
+    """A metric as drawn, and as `measure` takes it."""
     queries = weights.p.shape[-2]
     if metric == ("mass", "marked"):
         return metric, ("mass", torch.as_tensor(rng.random(weights.keys) < 0.5))
@@ -115,14 +124,14 @@ def _question(metric: Part, weights: Weights, rng: np.random.Generator) -> tuple
     if metric == ("received", "counted"):
         return metric, ("received", torch.as_tensor(rng.random(queries)))
     if metric[0] == "top":
-        # of no keys none is the largest
+        # without keys there is no largest weight
         metric = ("top", max(1, min(metric[1], weights.keys))) if weights.keys else ("entropy",)
     return metric, metric if len(metric) > 1 else metric[0]
 
 
 def _entropy(w: Weights) -> Pair:
     size, bound = w.p.abs(), w.bound
-    # the slope of −p log p, no nearer to zero than the weight may be
+    # the slope of −p log p, with p at least as large as its bound
     slope = torch.maximum(size, bound).clamp(min=1e-300).log().abs() + 1
     return -torch.special.xlogy(size, size).sum(-1), 2 * (bound * slope).sum(-1)
 
@@ -139,7 +148,7 @@ def _mass(w: Weights, on: str | int | Tensor) -> Pair:
         seen = (w.key == 0).expand(len(w.place), -1)
     else:
         seen = torch.eq(w.key - w.place[:, None], offset)
-    # a sum of other weights may be taken from 1
+    # the package may compute it as 1 minus the other weights
     return (w.p * seen).sum(-1), (w.bound * seen).sum(-1)
 
 
@@ -153,7 +162,7 @@ def _received(w: Weights, counts: Tensor | None = None) -> Pair:
 
 
 def _heatmap(w: Weights, size: int) -> Pair:
-    """The mean over cells: of n items item i is in cell i · cells // n."""
+    """The mean over cells: of n items, item i is in cell i · cells // n."""
     groups = []
     for number in (len(w.place), w.keys):
         cells = min(size, max(number, 1))
@@ -183,18 +192,18 @@ _FORMULAS: dict[str, Callable[..., Pair]] = {
 
 
 def _compare_top(name: str, got: tuple[Tensor, Tensor], w: Weights, k: int) -> float:
-    """The k largest weights, and keys that have them; −1 where there are fewer."""
+    """Compare the k largest weights and their keys; −1 if there are fewer."""
     values, keys = got
     padded = torch.nn.functional.pad(w.p, (0, max(0, k - w.p.shape[-1])))
-    wanted = padded.topk(k, -1).values
+    expected = padded.topk(k, -1).values
     bound = (w.bound.amax(-1, keepdim=True) if w.bound.shape[-1] else w.p.new_zeros(*w.p.shape[:-1], 1)).expand(
-        wanted.shape
+        expected.shape
     )
-    nearest = closeness("heads", name, values, wanted, bound)
-    # of each key that is named, the column whose weight is nearest to what is said of it
+    max_error = error_ratio("heads", name, values, expected, bound)
+    # for each returned key, the column whose weight is nearest to the returned weight
     error = (w.p[..., None, :] - values.double()[..., None]).abs().masked_fill(w.key != keys[..., None], torch.inf)
-    best = error.amin(-1) if w.p.shape[-1] else torch.full_like(wanted, torch.inf)
+    best = error.amin(-1) if w.p.shape[-1] else torch.full_like(expected, torch.inf)
     wrong = torch.where(keys >= 0, best > bound, values.double() != 0)
     if wrong.any():
-        raise Mismatch("heads", f"{name} keys", f"{int(wrong.sum())} keys do not have the weight that is said of them")
-    return nearest
+        raise Mismatch("heads", f"{name} keys", f"{int(wrong.sum())} keys do not have the returned weight")
+    return max_error

@@ -1,4 +1,4 @@
-"""Small BERT, GPT-2, Llama and Mistral models beside transformers' own: read from files, written to files, padded, writing."""
+"""Target `models`: small BERT, GPT-2, Llama and Mistral models against transformers' own: loading, saving, padding, text generation."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import warnings
 from random import Random
 from typing import Any
 
-# before transformers is imported: nothing here may ask the network
+# before transformers is imported: no network access
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fuzz.case import Case as BaseCase
 from fuzz.case import Mismatch
-from fuzz.compare import closeness
+from fuzz.compare import error_ratio
 from fuzz.run import Report
 from polyhead import Padding
 from polyhead.models import Bert, Gpt, Llama
@@ -43,11 +43,11 @@ class Case(BaseCase):
     group: int = 1
     dim: int = 2
     layers: int = 1
-    inside: int = 2
+    d_hidden: int = 2
     vocab: int = 5
     activation: str = "gelu"
     eps: float = 1e-5
-    # with scores of words, by the embeddings or by weights of their own
+    # with an LM head, tied to the embeddings or separate
     head: bool = True
     tied: bool = True
     biased: bool = False
@@ -57,36 +57,36 @@ class Case(BaseCase):
     batch: int = 1
     tokens: int = 2
     padding: str = "none"
-    written: int = 0
-    # whether the model goes through files once more, and transformers reads those
-    back: bool = False
+    new_tokens: int = 0
+    # whether the model is also saved again and read by transformers
+    round_trip: bool = False
 
 
 def draw(random: Random) -> Case:
-    """A configuration that transformers can build."""
+    """Draw a configuration that transformers can build."""
     kind = random.choice(tuple(KINDS))
-    turned = kind in ("llama", "mistral")
+    has_rope = kind in ("llama", "mistral")
     heads = random.choice((1, 2, 3, 4))
     head = kind == "gpt2" or random.random() < 0.8
     causal = kind != "bert"
     return Case(
         seed=random.randrange(100_000), kind=kind, heads=heads,
-        group=random.choice([n for n in range(1, heads + 1) if heads % n == 0]) if turned else 1,
-        dim=random.choice((2, 4, 6, 8) if turned else (1, 2, 3, 5, 8)), layers=random.choice((1, 2, 3)),
-        inside=random.choice((1, 4, 7, 16)), vocab=random.randint(5, 40),
-        activation=random.choice(("silu", "gelu", "relu") if turned else ("gelu", "gelu_new", "relu")),
-        eps=random.choice((1e-5, 1e-2) if turned else (1e-12, 1e-5, 1e-2)), head=head, tied=not turned or random.random() < 0.5,
+        group=random.choice([n for n in range(1, heads + 1) if heads % n == 0]) if has_rope else 1,
+        dim=random.choice((2, 4, 6, 8) if has_rope else (1, 2, 3, 5, 8)), layers=random.choice((1, 2, 3)),
+        d_hidden=random.choice((1, 4, 7, 16)), vocab=random.randint(5, 40),
+        activation=random.choice(("silu", "gelu", "relu") if has_rope else ("gelu", "gelu_new", "relu")),
+        eps=random.choice((1e-5, 1e-2) if has_rope else (1e-12, 1e-5, 1e-2)), head=head, tied=not has_rope or random.random() < 0.5,
         biased=kind == "llama" and random.random() < 0.3, by_layer=kind == "gpt2" and random.random() < 0.3,
-        # transformers' own cache has no end with a window of 1
+        # with a window of 1 the cache of transformers fails
         window=random.randint(2, 12) if kind == "mistral" and random.random() < 0.7 else None,
-        rope=random.choice(("default", "linear", "llama3")) if turned else "default", batch=random.randint(1, 3),
+        rope=random.choice(("default", "linear", "llama3")) if has_rope else "default", batch=random.randint(1, 3),
         tokens=random.randint(1, 16), padding=random.choice(("none", "right", "left")),
-        written=random.randint(1, 6) if causal and head and random.random() < 0.4 else 0, back=random.random() < 0.25,
+        new_tokens=random.randint(1, 6) if causal and head and random.random() < 0.4 else 0, round_trip=random.random() < 0.25,
     )  # fmt: skip
 
 
 def check(case: Case) -> Report:
-    """Compare hidden states, scores and what is written; `Mismatch` where they differ."""
+    """Compare hidden states, logits and generated texts; raise `Mismatch` if they differ."""
     torch.set_num_threads(1)
     torch.manual_seed(case.seed)
     config, bare, headed, ours = KINDS[case.kind]
@@ -96,29 +96,31 @@ def check(case: Case) -> Report:
             warnings.simplefilter("ignore")
             theirs.save_pretrained(folder)
         model = ours.from_pretrained(folder, dtype=None)
-        if case.back:
-            model.to_pretrained(f"{folder}/back")
-            again = type(theirs).from_pretrained(f"{folder}/back", attn_implementation="eager", dtype=_dtype(case))
+        if case.round_trip:
+            model.to_pretrained(f"{folder}/round_trip")
+            again = type(theirs).from_pretrained(
+                f"{folder}/round_trip", attn_implementation="eager", dtype=_dtype(case)
+            )
             _check_same(theirs, again)
     with torch.no_grad():
-        nearest = _compare_states(case, theirs, model)
-        if case.written:
-            _compare_written(case, theirs, model)
-    return Report(frozenset({case.kind, *(("to_pretrained",) if case.back else ())}), nearest)
+        max_error = _compare_states(case, theirs, model)
+        if case.new_tokens:
+            _compare_generated(case, theirs, model)
+    return Report(frozenset({case.kind, *(("to_pretrained",) if case.round_trip else ())}), max_error)
 
 
 def _config(case: Case, kind: Any) -> Any:
-    """The configuration as transformers names it."""
+    """The configuration of transformers."""
     width, ends = case.heads * case.dim, {"bos_token_id": 1, "eos_token_id": None, "pad_token_id": None}
     if case.kind == "gpt2":
         return kind(
-            vocab_size=case.vocab, n_embd=width, n_layer=case.layers, n_head=case.heads, n_inner=case.inside, n_positions=64,
+            vocab_size=case.vocab, n_embd=width, n_layer=case.layers, n_head=case.heads, n_inner=case.d_hidden, n_positions=64,
             activation_function=case.activation, layer_norm_epsilon=case.eps, scale_attn_by_inverse_layer_idx=case.by_layer,
             attn_implementation="eager", **ends,
         )  # fmt: skip
     common = {
         "vocab_size": case.vocab, "hidden_size": width, "num_hidden_layers": case.layers, "num_attention_heads": case.heads,
-        "intermediate_size": case.inside, "max_position_embeddings": 64, "hidden_act": case.activation, "attn_implementation": "eager",
+        "intermediate_size": case.d_hidden, "max_position_embeddings": 64, "hidden_act": case.activation, "attn_implementation": "eager",
     }  # fmt: skip
     if case.kind == "bert":
         return kind(**common, layer_norm_eps=case.eps, pad_token_id=0)
@@ -139,12 +141,12 @@ def _config(case: Case, kind: Any) -> Any:
 
 
 def _dtype(case: Case) -> torch.dtype:
-    # transformers' softmax of a Llama is in fp32: masks of fp64 are infinite there, and padded rows NaN
+    # the softmax of transformers' Llama is in fp32: masks in fp64 are infinite there, and padded rows NaN
     return torch.float32 if case.kind in ("llama", "mistral") else torch.float64
 
 
 def _drawn(model: Any, dtype: torch.dtype) -> Any:
-    """A model no number of which is zero or one, and whose words are never nearly equally likely."""
+    """Add noise to all parameters, so that none is zero or one and no two tokens are nearly equally likely."""
     model = model.to(dtype).eval()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -153,15 +155,15 @@ def _drawn(model: Any, dtype: torch.dtype) -> Any:
 
 
 def _check_same(theirs: Any, again: Any) -> None:
-    """What transformers reads of a model that we wrote is what it was."""
+    """Check that transformers reads the original tensors from a model that we saved."""
     state = again.state_dict()
     for name, tensor in theirs.state_dict().items():
         if name not in state or not torch.equal(state[name], tensor):
-            raise Mismatch("to_pretrained", "tensors", f"{name} is not what it was")
+            raise Mismatch("to_pretrained", "tensors", f"{name} has changed")
 
 
 def _real(case: Case) -> Tensor:
-    """Which tokens are real: all of the first row, and at least one of each."""
+    """Which tokens are real: all of the first row, and at least one of every other."""
     lengths = torch.randint(1, case.tokens + 1, (case.batch,))
     lengths[0] = case.tokens
     at = torch.arange(case.tokens)
@@ -171,51 +173,53 @@ def _real(case: Case) -> Tensor:
 
 
 def _compare_states(case: Case, theirs: Any, model: Any) -> float:
-    """Hidden states, and scores of words, of real tokens."""
+    """Compare hidden states and logits of real tokens."""
     ids, real = torch.randint(0, case.vocab, (case.batch, case.tokens)), _real(case)
     given: dict[str, Any] = {"attention_mask": real.long()}
     if case.kind == "bert":
         given["token_type_ids"] = torch.randint(0, 2, ids.shape)
         hidden = model(ids, Padding(real), token_types=given["token_type_ids"])
     else:
-        # texts count from their first real token
+        # positions count from the first real token
         given["position_ids"] = (real.long().cumsum(-1) - 1).clamp(min=0)
         hidden = model(ids, None if case.padding == "none" else Padding(real))
     found = theirs(ids, **given, output_hidden_states=True)
     pairs = [("hidden states", hidden, found.hidden_states[-1])]
     if case.head:
         pairs.append(("logits", model.logits(hidden), found.logits))
-    nearest = 0.0
-    for what, got, wanted in pairs:
-        nearest = max(nearest, closeness(case.kind, what, got[real], wanted[real], _off(case, wanted[real])))
-    return nearest
+    max_error = 0.0
+    for what, got, expected in pairs:
+        max_error = max(
+            max_error, error_ratio(case.kind, what, got[real], expected[real], _bound(case, expected[real]))
+        )
+    return max_error
 
 
-def _off(case: Case, wanted: Tensor) -> Tensor:
+def _bound(case: Case, expected: Tensor) -> Tensor:
     share = 1e-4 if _dtype(case) == torch.float32 else 1e-10
-    return torch.full_like(wanted, share * (1 + float(wanted.abs().max())))
+    return torch.full_like(expected, share * (1 + float(expected.abs().max())))
 
 
-def _compare_written(case: Case, theirs: Any, model: Any) -> None:
-    """Greedy texts, token by token with caches; at a token that differs, two must be about as likely."""
+def _compare_generated(case: Case, theirs: Any, model: Any) -> None:
+    """Compare greedy texts generated with caches; where a token differs, two must be about equally likely."""
     ids, real = torch.randint(0, case.vocab, (case.batch, case.tokens)), _real(case)
     if case.padding == "right":
         real = real.flip(1)
     over = None if real.all() else Padding(real)
-    got = model.generate(ids, case.written, over=over, stop=())
-    wanted = theirs.generate(
-        ids, attention_mask=real.long(), max_new_tokens=case.written, min_new_tokens=case.written, do_sample=False, pad_token_id=0
+    got = model.generate(ids, case.new_tokens, over=over, stop=())
+    expected = theirs.generate(
+        ids, attention_mask=real.long(), max_new_tokens=case.new_tokens, min_new_tokens=case.new_tokens, do_sample=False, pad_token_id=0
     )  # fmt: skip
-    if got.shape != wanted.shape:
-        raise Mismatch(case.kind, "written shape", f"{tuple(got.shape)}, wanted {tuple(wanted.shape)}")
+    if got.shape != expected.shape:
+        raise Mismatch(case.kind, "generated shape", f"{tuple(got.shape)}, expected {tuple(expected.shape)}")
     for row in range(case.batch):
-        differs = (got[row] != wanted[row]).nonzero()
+        differs = (got[row] != expected[row]).nonzero()
         if not len(differs):
             continue
         place = int(differs[0])
-        before = wanted[row : row + 1, :place][:, ~(torch.arange(place) < case.tokens - real[row].sum())]
+        before = expected[row : row + 1, :place][:, ~(torch.arange(place) < case.tokens - real[row].sum())]
         likely = theirs(before).logits[0, -1].topk(2).values
         if float(likely[0] - likely[1]) > 1e-4 * (1 + float(likely.abs().max())):
             raise Mismatch(
-                case.kind, "written text", f"row {row} is {got[row].tolist()}, wanted {wanted[row].tolist()}"
+                case.kind, "generated text", f"row {row} is {got[row].tolist()}, expected {expected[row].tolist()}"
             )

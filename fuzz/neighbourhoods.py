@@ -1,4 +1,4 @@
-"""Neighbourhoods: what the package is given, beside a mask that is written from the documented definition."""
+"""Neighbourhoods of the package, each with a mask from the documented definition."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ class Sizes(NamedTuple):
     heads: int
     queries: int
     keys: int
-    # whether the queries are known to be the keys: padding then covers both
+    # whether the queries are known to be the keys: padding then applies to both
     to_itself: bool = False
 
     @property
     def places(self) -> NDArray[np.int64]:
-        """Where queries stand, counted along the keys, as a column: the last query stands at the last key."""
+        """Positions of the queries along the keys, as a column: the last query is at the last key."""
         return (np.arange(self.queries) + self.keys - self.queries)[:, None]
 
 
@@ -49,13 +49,13 @@ def _causal(sizes: Sizes, rng: np.random.Generator) -> Drawn:
 
 
 def _window(sizes: Sizes, rng: np.random.Generator, left: int, right: int) -> Drawn:
-    # Python's integers, which have no end
+    # Python's integers do not overflow
     near = [[-left <= key - int(place) <= right for key in range(sizes.keys)] for place in sizes.places[:, 0]]
     return Drawn(Window(left, right), np.array(near, bool).reshape(1, sizes.queries, sizes.keys))
 
 
 def _padding(sizes: Sizes, rng: np.random.Generator, kind: str, queries: bool | None) -> Drawn:
-    """Padding on the right by lengths, or any by a bool tensor: left, right, holes, nothing real at all."""
+    """Padding on the right by lengths, or anywhere by a bool tensor: left, right, holes, no real key at all."""
     keys = sizes.keys
     lengths = np.asarray(rng.integers(0, keys + 1, sizes.batch))
     key = np.arange(keys)
@@ -82,7 +82,7 @@ def _padding(sizes: Sizes, rng: np.random.Generator, kind: str, queries: bool | 
 
 
 def _segments(sizes: Sizes, rng: np.random.Generator, kind: str, own: bool, rows: bool) -> Drawn:
-    """Documents in one run each, or scattered; queries that are the last keys, or have ids of their own."""
+    """Contiguous or scattered documents; queries that are the last keys, or have separate ids."""
     batch = sizes.batch if rows else ()
     ids = rng.integers(-2, 3, (*batch, sizes.keys))
     if kind == "sorted":
@@ -119,7 +119,7 @@ _KINDS: dict[str, Callable[..., Drawn]] = {
 
 
 def build(parts: tuple[Part, ...], sizes: Sizes, seed: int) -> Drawn:
-    """The join of all parts; of none, `Dense()`."""
+    """The intersection of all parts; `Dense()` without any."""
     made = [
         _KINDS[kind](sizes, np.random.default_rng([seed, place]), *options)
         for place, (kind, *options) in enumerate(parts or (("dense",),))
@@ -129,7 +129,7 @@ def build(parts: tuple[Part, ...], sizes: Sizes, seed: int) -> Drawn:
 
 
 def draw_part(random: Random) -> Part:
-    """One neighbourhood as plain data."""
+    """Draw one neighbourhood as plain data."""
     kind = random.choice(tuple(_KINDS))
     if kind == "window":
         far = (0, 1, 2, random.randrange(70), random.choice((2**31 - 1, 2**31, 2**40, 2**63 - 1)))
@@ -150,6 +150,6 @@ def draw_part(random: Random) -> Part:
 
 
 def draw_parts(random: Random) -> tuple[Part, ...]:
-    """Nothing, one neighbourhood, or a join of two or three."""
+    """Draw up to three neighbourhoods to intersect."""
     number = random.choices((0, 1, 2, 3), (2, 5, 4, 2))[0]
     return tuple(draw_part(random) for _ in range(number))

@@ -1,4 +1,4 @@
-"""SGD, Adam and AdamW, on free parameters and on the Stiefel manifold, step by step; and training that is resumed."""
+"""Target `optim`: SGD, Adam and AdamW on free and Stiefel parameters, step by step; and resumed training."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fuzz.case import Case as BaseCase
 from fuzz.case import Mismatch
-from fuzz.compare import closeness
+from fuzz.compare import error_ratio
 from fuzz.neighbourhoods import Part
 from fuzz.optim_oracle import Free, OrthonormalColumns, Point, adam, sgd
 from fuzz.run import Report
@@ -23,10 +23,10 @@ from polyhead import Euclidean, Stiefel, optim
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Case(BaseCase):
-    """An optimizer, what it moves, and for how many steps."""
+    """An optimizer, its parameters, and the number of steps."""
 
     optimizer: str = "SGD"
-    # ("free", shape), ("stiefel", (n, k), batch) or ("heads", (n, k), heads): so many parameters, in one group
+    # each ("free", shape), ("stiefel", (n, k), batch) or ("heads", (n, k), heads)
     parameters: tuple[Part, ...] = (("free", (1,)),)
     metric: str = "euclidean"
     retraction: str = "polar"
@@ -40,9 +40,9 @@ class Case(BaseCase):
     second_moment: str = "elementwise"
     maximize: bool = False
     steps: int = 1
-    # after which of them training is saved and loaded
+    # the step after which training is saved and loaded
     resume: int = 0
-    # how many of the gradients are missing
+    # the fraction of missing gradients
     missing: float = 0.0
     large: bool = False
     transposed: bool = False
@@ -50,13 +50,13 @@ class Case(BaseCase):
 
 
 def draw(random: Random) -> Case:
-    """A configuration; parameters of one shape move together, so shapes repeat."""
+    """Draw a configuration; shapes repeat, because parameters of one shape are updated together."""
     shapes = [_draw_parameter(random) for _ in range(random.choice((1, 1, 2)))]
     parameters = tuple(random.choice(shapes) for _ in range(random.randint(1, 4)))
     momentum = random.choice((0.0, 0.5, 0.9))
     nesterov = momentum > 0 and random.random() < 0.3
     dtype = random.choice(("float64", "float64", "float32"))
-    # in fp32 what rounding has left grows too large to compare
+    # in fp32, rounding errors grow too large to compare after more steps
     steps = random.choice((1, 2, 3, 5, 10, 30) if dtype == "float64" else (1, 2, 3, 5))
     return Case(
         seed=random.randrange(100_000), optimizer=random.choice(("SGD", "Adam", "AdamW")), parameters=parameters,
@@ -80,14 +80,14 @@ def _draw_parameter(random: Random) -> Part:
 
 
 def check(case: Case) -> Report:
-    """Compare every step with the formulas, and resumed training with training that was not stopped."""
+    """Compare every step with the formulas, and resumed with uninterrupted training."""
     torch.set_num_threads(1)
     rng = np.random.default_rng(case.seed)
     parameters = [_parameter(case, kind, rng) for kind in case.parameters]
     points = [_twins(case, p) for p in parameters]
     optimizer = _optimizer(case, parameters)
     resumed: tuple[list[nn.Parameter], optim.SGD | optim.Adam] | None = None
-    nearest = 0.0
+    max_error = 0.0
     for step in range(case.steps):
         if step == case.resume:
             resumed = _resumed(case, parameters, optimizer)
@@ -99,21 +99,21 @@ def check(case: Case) -> Report:
         if resumed:
             resumed[1].step()
         for kind, p, twins, g in zip(case.parameters, parameters, points, gradients, strict=True):
-            nearest = max(nearest, _compare(case, kind, p, twins, g))
+            max_error = max(max_error, _compare(case, kind, p, twins, g))
     if resumed:
         _check_resumed(parameters, optimizer, *resumed)
-    return Report(frozenset({case.optimizer}), nearest)
+    return Report(frozenset({case.optimizer}), max_error)
 
 
 def _twins(case: Case, p: nn.Parameter) -> tuple[Point, Point]:
-    """Where a parameter begins, and the same off by one rounding: how far that leads says how well a path is determined."""
+    """The initial point of a parameter, and a copy with one rounding error: their later distance measures the conditioning."""
     x = p.detach().double().numpy()
     sign = np.random.default_rng(case.seed).choice((-1.0, 1.0), x.shape)
     return Point(x.copy()), Point(x * (1 + torch.finfo(DTYPES[case.dtype]).eps * sign))
 
 
 def _compare(case: Case, kind: Part, p: nn.Parameter, twins: tuple[Point, Point], g: Tensor | None) -> float:
-    """One parameter after a step beside its formula."""
+    """Compare one parameter after a step with the formula."""
     if g is None or not p.numel():
         return 0.0
     on, at = _manifold(case, kind), twins[0]
@@ -121,15 +121,15 @@ def _compare(case: Case, kind: Part, p: nn.Parameter, twins: tuple[Point, Point]
         (sgd if case.optimizer == "SGD" else adam)(
             twin, g.double().numpy(), on, _options(case) | {"decoupled": case.optimizer == "AdamW"}
         )
-    wanted = torch.as_tensor(np.asarray(at.x))
-    # every step adds its rounding, and may make that of earlier ones larger
-    share = 200 * torch.finfo(DTYPES[case.dtype]).eps * at.steps * (1 + float(wanted.abs().max()))
+    expected = torch.as_tensor(np.asarray(at.x))
+    # every step adds a rounding error, and may amplify earlier ones
+    share = 200 * torch.finfo(DTYPES[case.dtype]).eps * at.steps * (1 + float(expected.abs().max()))
     share += 20 * float(np.abs(at.x - twins[1].x).max())
-    return closeness(case.optimizer, f"{kind[0]} parameter", p, wanted, torch.full_like(wanted, share))
+    return error_ratio(case.optimizer, f"{kind[0]} parameter", p, expected, torch.full_like(expected, share))
 
 
 def _parameter(case: Case, kind: Part, rng: np.random.Generator) -> nn.Parameter:
-    """A random point, orthonormal to the rounding of its dtype."""
+    """A random point, orthonormal up to the rounding of its dtype."""
     name, shape, *more = kind
     numbers: Any
     if name == "free":
@@ -182,7 +182,7 @@ def _optimizer(case: Case, parameters: list[nn.Parameter]) -> optim.SGD | optim.
 def _resumed(
     case: Case, parameters: list[nn.Parameter], optimizer: optim.SGD | optim.Adam
 ) -> tuple[list[nn.Parameter], optim.SGD | optim.Adam]:
-    """Copies of the parameters, and an optimizer that has loaded what another one saved."""
+    """Copies of the parameters, and an optimizer with the saved state of another."""
     file = io.BytesIO()
     torch.save([[p.detach() for p in parameters], optimizer.state_dict()], file)
     file.seek(0)
@@ -196,7 +196,7 @@ def _resumed(
 def _check_resumed(
     parameters: list[nn.Parameter], optimizer: optim.SGD | optim.Adam, again: list[nn.Parameter], other: optim.SGD | optim.Adam
 ) -> None:  # fmt: skip
-    """Bit for bit the same, parameters and state."""
+    """Check that parameters and states are equal, bit for bit."""
     for a, b in zip(parameters, again, strict=True):
         kept = (
             [(optimizer.state[a][name], other.state[b][name]) for name in optimizer.state[a]]
@@ -205,5 +205,5 @@ def _check_resumed(
         )
         if not all(torch.equal(x, y) for x, y in ((a, b), *kept)):
             raise Mismatch(
-                type(optimizer).__name__, "resumed training", f"a parameter of shape {tuple(a.shape)} is another"
+                type(optimizer).__name__, "resumed training", f"a parameter of shape {tuple(a.shape)} differs"
             )

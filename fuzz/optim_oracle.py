@@ -1,4 +1,4 @@
-"""Steps of SGD, Adam and AdamW on free matrices and on the Stiefel manifold, by the documented formulas in NumPy and fp64."""
+"""Steps of SGD, Adam and AdamW, free and on the Stiefel manifold, by the documented formulas in NumPy and fp64."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Matrix = NDArray[np.float64]
 
 @dataclasses.dataclass
 class Point:
-    """One parameter: its numbers, and what an optimizer keeps of it."""
+    """One parameter with the state of its optimizer."""
 
     x: Matrix
     steps: int = 0
@@ -22,7 +22,7 @@ class Point:
 
 
 class Free:
-    """Any tensor."""
+    """The manifold of all tensors."""
 
     def gradient(self, x: Matrix, g: Matrix) -> Matrix:
         return g
@@ -38,13 +38,13 @@ class Free:
 
 
 class OrthonormalColumns:
-    """Matrices (n, k) with XᵀX = I, one at a time; with `heads`, blocks of rows of a weight are their transposes."""
+    """Matrices (n, k) with XᵀX = I, one at a time; with `heads`, each block of rows of a weight is the transpose of one."""
 
     def __init__(self, metric: str, retraction: str, heads: int | None) -> None:
         self.metric, self.retraction, self.heads = metric, retraction, heads
 
     def _each(self, function: Any, *tensors: Matrix) -> Matrix:
-        """A function of matrices, for each of a batch."""
+        """Apply a function of matrices to each matrix of a batch."""
         if self.heads is not None:
             rows = [np.split(x, self.heads, axis=-2) for x in tensors]
             done = [self._plain(lambda *m: function(*(a.T for a in m)).T, *block) for block in zip(*rows, strict=True)]
@@ -67,7 +67,7 @@ class OrthonormalColumns:
         return self._each(_polar if self.retraction == "polar" else _cayley, x, u)
 
     def mean_square(self, x: Matrix, g: Matrix) -> Matrix:
-        """The manifold's inner product of a gradient with itself, over as many numbers, in every place of its matrix."""
+        """The squared norm of a gradient in the metric, divided by its number of elements, in every element of its matrix."""
 
         def inner(x: Matrix, g: Matrix) -> Matrix:
             total = np.sum(g * g)
@@ -96,7 +96,7 @@ def _cayley(x: Matrix, u: Matrix) -> Matrix:
 
 
 def sgd(at: Point, g: Matrix, on: Free | OrthonormalColumns, options: dict[str, Any]) -> None:
-    """Gradient descent; the momentum is a tangent vector that travels along."""
+    """One step of gradient descent; the momentum is a tangent vector that is transported."""
     at.steps += 1
     g = -g if options["maximize"] else g
     if isinstance(on, Free):
@@ -112,7 +112,7 @@ def sgd(at: Point, g: Matrix, on: Free | OrthonormalColumns, options: dict[str, 
 
 
 def adam(at: Point, g: Matrix, on: Free | OrthonormalColumns, options: dict[str, Any]) -> None:
-    """Adam, or with `decoupled` AdamW: moments of the gradient along the manifold."""
+    """One step of Adam, or with `decoupled` of AdamW: moments of the Riemannian gradient."""
     at.steps += 1
     g = -g if options["maximize"] else g
     lr, decay, (beta1, beta2) = options["lr"], options["weight_decay"], options["betas"]

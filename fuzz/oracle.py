@@ -1,14 +1,14 @@
-"""Attention by its definition, in fp64, with the error that rounding may make of it.
+"""Attention by its definition, in fp64, with bounds of the rounding errors.
 
     p_ij = exp(s_ij) / (Σ_k exp(s_ik) + exp(sink)) over the allowed keys k,    out_i = Σ_j w_ij p_ij m_ij v_j / (1 − dropout)
 
-with w the weights of edges and m what dropout leaves. Everything of queries x keys is built, and gradients are autograd's.
-On a graph every edge is a key of its own. Nothing of the package is used here.
+with w the edge weights and m the dropout mask. All tensors of queries x keys are built, and gradients are autograd's.
+On a graph every edge counts as a separate key. Nothing of the package is used here.
 
-The error is bounded as in a running error analysis: the same formulas once more with absolute values in place of every
-number, so that no two terms cancel. A weight p_ij is off by a share of at most u + exp(u_s·(1 + the largest such score of its
-row)) − 1, where u is the rounding of results and u_s twice that of scores. From there the bounds of outputs and gradients are
-sums of absolute terms. Where no allowed pair contributes the bound is 0: zeros must be exact there.
+The bounds come from a running error analysis: the same formulas are evaluated again with the absolute value of every number,
+so that no two terms cancel. The relative error of a weight p_ij is at most u + exp(u_s·(1 + the largest such score of its row))
+− 1, where u is the rounding of results and u_s twice that of scores. The bounds of outputs and gradients are then sums of
+absolute terms. If no allowed pair contributes, the bound is 0: the result must be exactly zero.
 """
 
 from __future__ import annotations
@@ -20,50 +20,50 @@ import torch
 from torch import Tensor
 
 Inputs = dict[str, Tensor]
-# Sums of many terms and several roundings in a row, in units of a dtype's eps.
+# Bounds of sums of many terms and of several successive roundings, in units of a dtype's eps.
 ROUNDINGS = {torch.float64: 64.0, torch.float32: 64.0, torch.bfloat16: 4.0, torch.float16: 4.0}
 
 
 class Rounding(NamedTuple):
-    """How exactly a dtype computes: results and weights, scores, and the smallest number that is not lost."""
+    """Rounding errors of a dtype: of results and weights, of scores, and the smallest number that is not flushed to zero."""
 
     results: float
     scores: float
     least: float
 
     @classmethod
-    def of(cls, dtype: torch.dtype, *, turned: bool = False) -> Rounding:
-        """That of a dtype. Halves are scored in fp32, unless queries and keys were turned before, in their own dtype."""
+    def of(cls, dtype: torch.dtype, *, rotated_before: bool = False) -> Rounding:
+        """The rounding of a dtype. Half precision is scored in fp32, unless queries and keys were rotated before, in their own dtype."""
         results = ROUNDINGS[dtype] * torch.finfo(dtype).eps
-        wide = dtype if turned else torch.promote_types(dtype, torch.float32)
-        # what fp32 and bf16 call subnormal is flushed to zero by some CPUs' instructions
+        wide = dtype if rotated_before else torch.promote_types(dtype, torch.float32)
+        # some CPU instructions flush subnormal numbers of fp32 and bf16 to zero
         least = torch.finfo(dtype).smallest_normal if dtype != torch.float16 else 2.0**-24
         return cls(results, ROUNDINGS[wide] * torch.finfo(wide).eps, least)
 
 
 class Problem(NamedTuple):
-    """One attention: its scores and values as functions of its inputs, and what may be seen."""
+    """One attention: its scores and values as functions of its inputs, and the allowed pairs."""
 
-    # the scores (..., heads, queries, keys) of inputs, or of absolute values with no term taken away
+    # the scores (..., heads, queries, keys) from the inputs, or from absolute values without subtractions
     scores: Callable[[Inputs, bool], Tensor]
     # the values (..., heads, keys, dim)
     values: Callable[[Inputs], Tensor]
-    # which pairs are allowed, and which dropout leaves; they broadcast to the scores
+    # the allowed pairs, and those that dropout keeps; both broadcast to the scores
     allowed: Tensor
-    stays: Tensor | None = None
+    dropout_mask: Tensor | None = None
     dropout: float = 0.0
-    # the name of the input that has one logit a head
+    # the name of the input with one logit per head
     sink: str | None = None
-    # one weight a key, or None
+    # one weight per key, or None
     weights: Callable[[Inputs, bool], Tensor | None] = lambda given, absolute: None
-    # what goes through a LeakyReLU (..., heads, queries, keys, features)
-    bent: Callable[[Inputs, bool], Tensor] | None = None
+    # the input of a LeakyReLU (..., heads, queries, keys, features)
+    pre_activation: Callable[[Inputs, bool], Tensor] | None = None
 
 
 class Answer(NamedTuple):
-    """What the definition says, and how far rounding may lead from it.
+    """The results by definition, and their error bounds.
 
-    At the kink of a LeakyReLU rounding decides on which side a number lies, and gradients jump: there are none then.
+    At the kink of a LeakyReLU rounding decides the sign, and gradients jump: `gradients` is then empty.
     """
 
     out: Tensor
@@ -75,12 +75,12 @@ class Answer(NamedTuple):
 
 
 def leaves(inputs: Inputs) -> Inputs:
-    """Copies in fp64 that gradients reach."""
+    """Copies in fp64 that require gradients."""
     return {name: x.detach().double().clone().requires_grad_() for name, x in inputs.items()}
 
 
 def softmax(s: Tensor, allowed: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """The weights over the allowed keys and that of the sink (heads,); zeros where no key is allowed."""
+    """The weights of the allowed keys, and that of the sink (heads,); zeros if no key is allowed."""
     allowed = allowed.expand(s.shape)
     top = s.detach().masked_fill(~allowed, -torch.inf)
     top = top.amax(-1, keepdim=True) if s.shape[-1] else s.new_full((*s.shape[:-1], 1), -torch.inf)
@@ -95,43 +95,45 @@ def softmax(s: Tensor, allowed: Tensor, sink: Tensor | None) -> tuple[Tensor, Te
     return e / (total + sunk), sunk / (total + sunk)
 
 
-def answer(problem: Problem, inputs: Inputs, pull: Tensor | None, rounding: Rounding) -> Answer:
-    """Output, weights and gradients of Σ pull · output, with the bounds of their errors."""
+def answer(problem: Problem, inputs: Inputs, grad_output: Tensor | None, rounding: Rounding) -> Answer:
+    """Output, weights and gradients of Σ grad_output · output, with their error bounds."""
     known = leaves(inputs)
     s = problem.scores(known, False)
     sink = None if problem.sink is None else known[problem.sink]
     p, _ = softmax(s, problem.allowed, sink)
     edge = problem.weights(known, False)
     seen = p if edge is None else p * edge
-    stays = s.new_ones(()) if problem.stays is None else problem.stays.to(s.dtype) / (1 - problem.dropout)
-    out = (seen * stays) @ problem.values(known)
+    dropout_mask = (
+        s.new_ones(()) if problem.dropout_mask is None else problem.dropout_mask.to(s.dtype) / (1 - problem.dropout)
+    )
+    out = (seen * dropout_mask) @ problem.values(known)
     gradients: Inputs = {}
-    if pull is not None and _at_a_kink(problem, known, rounding):
-        pull = None
-    if pull is not None:
-        found = torch.autograd.grad((out * pull.double()).sum(), list(known.values()), allow_unused=True)
+    if grad_output is not None and _at_a_kink(problem, known, rounding):
+        grad_output = None
+    if grad_output is not None:
+        found = torch.autograd.grad((out * grad_output.double()).sum(), list(known.values()), allow_unused=True)
         gradients = {
             name: torch.zeros_like(x) if g is None else g for (name, x), g in zip(known.items(), found, strict=True)
         }
-    bounds = _bounds(problem, inputs, p.detach(), stays, pull, rounding)
+    bounds = _bounds(problem, inputs, p.detach(), dropout_mask, grad_output, rounding)
     return Answer(out.detach(), seen.detach(), gradients, *bounds)
 
 
 def _at_a_kink(problem: Problem, known: Inputs, rounding: Rounding) -> bool:
-    """Whether what goes through a LeakyReLU is nearer to 0 than rounding, for any allowed pair."""
-    if problem.bent is None:
+    """Whether the input of a LeakyReLU is within rounding of 0 for any allowed pair."""
+    if problem.pre_activation is None:
         return False
     with torch.no_grad():
-        z = problem.bent(known, False)
-        size = problem.bent({name: x.abs() for name, x in known.items()}, True)
+        z = problem.pre_activation(known, False)
+        size = problem.pre_activation({name: x.abs() for name, x in known.items()}, True)
     near = (z.abs() <= rounding.scores / 4 * size).any(-1)
     return bool((near & problem.allowed).any())
 
 
 def _bounds(
-    problem: Problem, inputs: Inputs, p: Tensor, stays: Tensor, pull: Tensor | None, rounding: Rounding
+    problem: Problem, inputs: Inputs, p: Tensor, dropout_mask: Tensor, grad_output: Tensor | None, rounding: Rounding
 ) -> tuple[Tensor, Tensor, Inputs]:
-    """How far output, weights and gradients may be off."""
+    """The error bounds of output, weights and gradients."""
     size = {name: x.detach().double().abs().requires_grad_() for name, x in inputs.items()}
     scores, values = problem.scores(size, True), problem.values(size)
     allowed = problem.allowed.expand(p.shape).double()
@@ -139,24 +141,24 @@ def _bounds(
     largest = largest.amax(-1, keepdim=True) if p.shape[-1] else largest.sum(-1, keepdim=True)
     if problem.sink is not None:
         largest = largest + size[problem.sink].detach()[:, None, None]
-    # a score that is off by δ, and the sum of all, change a weight by e^2δ
+    # an error δ in a score, and in the sum of all, changes a weight by a factor e^2δ
     share = rounding.results + (rounding.scores * (1 + largest)).clamp(max=300).expm1()
-    # how far each weight may be off; it is at most 1
+    # the error bound of each weight, at most 1
     off = allowed * ((p * share).clamp(max=1.0) + rounding.least)
     edge = problem.weights(size, True)
     scaled = off if edge is None else off * edge.detach()
-    out_bound = (scaled * stays) @ values.detach()
-    if pull is None:
+    out_bound = (scaled * dropout_mask) @ values.detach()
+    if grad_output is None:
         return out_bound, scaled, {}
-    pulled = pull.double().abs()
-    # dp: what a weight moves; ds: what a score does, as if nothing cancelled
-    dp = (pulled @ values.detach().transpose(-2, -1)) * stays
+    pulled = grad_output.double().abs()
+    # dp, ds: gradients of weights and scores, as if no terms cancelled
+    dp = (pulled @ values.detach().transpose(-2, -1)) * dropout_mask
     weighed = dp if edge is None else dp * edge.detach()
-    # a sink may be applied to outputs afterwards: what is left of the keys' part cancels only then
+    # a sink may be applied to the output afterwards; the keys' part cancels only then
     alone = p / p.sum(-1, keepdim=True).clamp(min=torch.finfo(p.dtype).tiny)
     mean = (alone * weighed).sum(-1, keepdim=True)
     ds = off * (weighed + mean) + p * (off * weighed).sum(-1, keepdim=True) + allowed * rounding.least
-    total = (scores * ds).sum() + (values * ((scaled * stays).transpose(-2, -1) @ pulled)).sum()
+    total = (scores * ds).sum() + (values * ((scaled * dropout_mask).transpose(-2, -1) @ pulled)).sum()
     if problem.sink is not None:
         total = total + (size[problem.sink][:, None, None] * (share * mean + rounding.least)).sum()
     if edge is not None:

@@ -1,4 +1,4 @@
-"""Positions: what the package is given, beside the matrices that turn and the numbers that are added by definition."""
+"""Positions of the package, each with its definition: rotation matrices, or numbers added to the scores."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from fuzz.scores import parameter
 from polyhead import ALiBi, Position, RelativeBias, RopeScaling, Rotary
 
 
-class Placing(NamedTuple):
-    """A position, and what it means for so many queries and keys."""
+class PositionSetup(NamedTuple):
+    """A position of the package, and its definition for given numbers of queries and keys."""
 
-    # the package's, with weights from among the inputs
+    # builds the package's position, with weights from the inputs
     position: Callable[[Inputs], Position | None] = lambda given: None
-    # the inputs that it owns
+    # shapes of the inputs that it owns
     shapes: Mapping[str, tuple[int, ...]] = MappingProxyType({})
-    # matrices that queries and keys are turned by, one an item
+    # rotation matrices of queries and keys, one per item
     queries: Tensor | None = None
     keys: Tensor | None = None
-    # what is added to the scores (heads, queries, keys)
+    # the numbers added to the scores (heads, queries, keys)
     added: Callable[[Inputs, bool], Tensor] | None = None
 
 
-def along_sequence(choice: tuple[Any, ...], heads: int, queries: int, keys: int, dim: int) -> Placing:
-    """A position that counts along the keys, of which the queries are the last."""
+def along_sequence(choice: tuple[Any, ...], heads: int, queries: int, keys: int, dim: int) -> PositionSetup:
+    """A position along the keys; the queries are the last of them."""
     kind, *options = choice
     if kind == "rotary":
         return _rotary(queries, keys, dim, *options)
@@ -41,30 +41,32 @@ def along_sequence(choice: tuple[Any, ...], heads: int, queries: int, keys: int,
         return _alibi(heads, queries, keys)
     if kind == "relative":
         return _relative(heads, queries, keys, *options)
-    return Placing()
+    return PositionSetup()
 
 
 def _rotary(
-    queries: int, keys: int, dim: int, turned: int | None, base: float, interleaved: bool, factor: float | None, trained: int | None
-) -> Placing:  # fmt: skip
-    stretch = None if factor is None else RopeScaling(factor, original_length=trained)
-    position = Rotary(turned, base=base, interleaved=interleaved, scaling=stretch)
-    rates = frequencies(turned or dim, base, factor, trained)
+    queries: int, keys: int, dim: int, rotary_dim: int | None, base: float, interleaved: bool, factor: float | None, original_length: int | None
+) -> PositionSetup:  # fmt: skip
+    scaling = None if factor is None else RopeScaling(factor, original_length=original_length)
+    position = Rotary(rotary_dim, base=base, interleaved=interleaved, scaling=scaling)
+    rates = frequencies(rotary_dim or dim, base, factor, original_length)
     of_queries = rotations(np.arange(keys - queries, keys), dim, rates, interleaved)
     of_keys = rotations(np.arange(keys), dim, rates, interleaved)
-    return Placing(lambda given: position, {}, torch.as_tensor(of_queries), torch.as_tensor(of_keys))
+    return PositionSetup(lambda given: position, {}, torch.as_tensor(of_queries), torch.as_tensor(of_keys))
 
 
-def _alibi(heads: int, queries: int, keys: int) -> Placing:
-    position, wanted = ALiBi(heads), torch.tensor(slopes(heads), dtype=torch.float64)
-    # they are a buffer of fp32, whatever the dtype of the call
-    if not torch.allclose(position.slopes.double(), wanted, rtol=1e-6, atol=0):
-        raise Mismatch("ALiBi", "slopes", f"they are {position.slopes.tolist()}, wanted {wanted.tolist()}")
+def _alibi(heads: int, queries: int, keys: int) -> PositionSetup:
+    position, expected = ALiBi(heads), torch.tensor(slopes(heads), dtype=torch.float64)
+    # a buffer in fp32, independent of the dtype of the call
+    if not torch.allclose(position.slopes.double(), expected, rtol=1e-6, atol=0):
+        raise Mismatch("ALiBi", "slopes", f"they are {position.slopes.tolist()}, expected {expected.tolist()}")
     down = position.slopes.double()[:, None, None] * torch.as_tensor(distances(queries, keys)).abs()
-    return Placing(lambda given: position, added=lambda given, absolute: down if absolute else -down)
+    return PositionSetup(lambda given: position, added=lambda given, absolute: down if absolute else -down)
 
 
-def _relative(heads: int, queries: int, keys: int, buckets: int, max_distance: int, bidirectional: bool) -> Placing:
+def _relative(
+    heads: int, queries: int, keys: int, buckets: int, max_distance: int, bidirectional: bool
+) -> PositionSetup:
     apart = distances(queries, keys)
     rows = [[bucket(int(d), buckets, max_distance, bidirectional) for d in row] for row in apart]
     place = torch.tensor(rows, dtype=torch.long).reshape(apart.shape)
@@ -74,16 +76,18 @@ def _relative(heads: int, queries: int, keys: int, buckets: int, max_distance: i
         made.weight = parameter(given["table"])
         return made
 
-    return Placing(position, {"table": (buckets, heads)}, added=lambda given, _: given["table"][place].movedim(-1, 0))
+    return PositionSetup(
+        position, {"table": (buckets, heads)}, added=lambda given, _: given["table"][place].movedim(-1, 0)
+    )
 
 
 def draw_position(random: Random, dim: int) -> tuple[Any, ...]:
-    """A position along a sequence as plain data."""
+    """Draw a position along a sequence as plain data."""
     kind = random.choices(("none", "rotary", "alibi", "relative"), (4, 3, 1, 2))[0]
     if kind == "rotary" and dim >= 2:
-        turned = None if dim % 2 == 0 and random.random() < 0.6 else random.randrange(2, dim + 1, 2)
-        factor, trained = random.choice(((None, None), (None, None), (4.0, None), (8.0, 32)))
-        return (kind, turned, random.choice((10_000.0, 100.0)), random.random() < 0.4, factor, trained)
+        rotary_dim = None if dim % 2 == 0 and random.random() < 0.6 else random.randrange(2, dim + 1, 2)
+        factor, original_length = random.choice(((None, None), (None, None), (4.0, None), (8.0, 32)))
+        return (kind, rotary_dim, random.choice((10_000.0, 100.0)), random.random() < 0.4, factor, original_length)
     if kind == "relative":
         buckets = random.choice((4, 8, 16, 32))
         return (kind, buckets, random.choice((buckets + 1, 64, 128)), random.random() < 0.6)

@@ -1,4 +1,4 @@
-"""Positions by the papers' formulas: rotations as matrices, and what is added to a score by distance."""
+"""Positions by the formulas of the papers: rotation matrices, and numbers added to a score by distance."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
 
-def frequencies(dim: int, base: float, factor: float | None = None, trained: int | None = None) -> list[float]:
-    """Radians a position of each of dim/2 pairs (Su 2021), made slower as by Chen 2023 or as in Llama 3.1."""
+def frequencies(dim: int, base: float, factor: float | None = None, original_length: int | None = None) -> list[float]:
+    """Radians per position of each of dim/2 pairs (Su 2021), scaled as in Chen 2023 or as in Llama 3.1."""
     found = []
     for pair in range(dim // 2):
         frequency = base ** (-2 * pair / dim)
-        if factor is not None and trained is None:
+        if factor is not None and original_length is None:
             frequency /= factor
-        elif factor is not None and trained is not None:
+        elif factor is not None and original_length is not None:
             wavelength = 2 * math.pi / frequency
-            # Llama 3.1: short waves stay, long ones are stretched, between 1 and 4 rounds they are blended
-            if wavelength > trained / 1.0:
+            # Llama 3.1: short waves are unchanged, long ones scaled, and blended between 1 and 4 periods
+            if wavelength > original_length / 1.0:
                 frequency /= factor
-            elif wavelength > trained / 4.0:
-                smooth = (trained / wavelength - 1.0) / (4.0 - 1.0)
+            elif wavelength > original_length / 4.0:
+                smooth = (original_length / wavelength - 1.0) / (4.0 - 1.0)
                 frequency = (1 - smooth) * frequency / factor + smooth * frequency
         found.append(frequency)
     return found
@@ -36,37 +36,37 @@ def frequencies(dim: int, base: float, factor: float | None = None, trained: int
 def rotations(
     places: Sequence[float] | Ints, width: int, rates: Sequence[float], interleaved: bool, first: int = 0
 ) -> Floats:
-    """One matrix (width, width) an item: pairs of features from `first` on turn by place x rate, the others stay."""
-    turned = np.tile(np.eye(width), (len(places), 1, 1))
+    """One matrix (width, width) per item: rotates pairs of features from `first` on by place x rate, and leaves the others."""
+    matrices = np.tile(np.eye(width), (len(places), 1, 1))
     for pair, rate in enumerate(rates):
         a, b = (2 * pair, 2 * pair + 1) if interleaved else (pair, pair + len(rates))
         a, b = a + first, b + first
         angle = np.asarray(places, dtype=np.float64) * rate
-        turned[:, a, a] = turned[:, b, b] = np.cos(angle)
-        turned[:, a, b], turned[:, b, a] = -np.sin(angle), np.sin(angle)
-    return turned
+        matrices[:, a, a] = matrices[:, b, b] = np.cos(angle)
+        matrices[:, a, b], matrices[:, b, a] = -np.sin(angle), np.sin(angle)
+    return matrices
 
 
 def along_axes(points: Ints, width: int, dim: int, base: float, interleaved: bool) -> Floats:
-    """Rotations on a grid: the first `dim` features are cut into one part an axis, which turns along it."""
+    """Rotations on a grid: the first `dim` features are split into one part per axis, rotated by that coordinate."""
     axes = points.shape[1]
     part = dim // axes
-    turned = np.tile(np.eye(width), (len(points), 1, 1))
+    matrices = np.tile(np.eye(width), (len(points), 1, 1))
     for axis in range(axes):
-        turned = rotations(points[:, axis], width, frequencies(part, base), interleaved, axis * part) @ turned
-    return turned
+        matrices = rotations(points[:, axis], width, frequencies(part, base), interleaved, axis * part) @ matrices
+    return matrices
 
 
 def rotate(x: Tensor, matrices: Tensor | None, absolute: bool) -> Tensor:
-    """Items (..., items, dim) turned by a matrix each; with absolute values, no term is taken away."""
+    """Items (..., items, dim) times one matrix each; with `absolute`, the absolute values of the matrices."""
     if matrices is None:
         return x
     return torch.einsum("ide,...ie->...id", matrices.abs() if absolute else matrices, x)
 
 
 def slopes(heads: int) -> list[float]:
-    """ALiBi's (Press 2022): a geometric sequence; of a number of heads that is no power of two, the next lower one's and every
-    other of the next higher one's."""
+    """The slopes of ALiBi (Press 2022): a geometric sequence. If the number of heads is not a power of two: those of the next
+    lower power, then every other one of the next higher power."""
     power = 1
     while power * 2 <= heads:
         power *= 2
@@ -76,7 +76,8 @@ def slopes(heads: int) -> list[float]:
 
 
 def bucket(distance: int, buckets: int, max_distance: int, bidirectional: bool) -> int:
-    """T5's bucket of a key so far after its query (Raffel 2020): half of them one distance each, then powers."""
+    """T5's bucket of a key `distance` after its query (Raffel 2020): half of the buckets have one distance each, the others are
+    logarithmic."""
     start = 0
     if bidirectional:
         buckets //= 2
@@ -92,5 +93,5 @@ def bucket(distance: int, buckets: int, max_distance: int, bidirectional: bool) 
 
 
 def distances(queries: int, keys: int) -> Ints:
-    """How far each key stands after each query (queries, keys); the last query stands at the last key."""
+    """Positions of each key relative to each query (queries, keys); the last query is at the last key."""
     return np.arange(keys)[None, :] - (np.arange(queries)[:, None] + keys - queries)

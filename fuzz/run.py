@@ -1,7 +1,7 @@
-"""The loop: draw a case, check it in a process of its own, count, and shrink what fails.
+"""The loop: draw a case, check it in a separate process, count, and shrink failures.
 
-Cases are checked by a worker process, which tells of each. Where it dies, by a signal or a sanitizer, the case that it was
-at has failed, and another worker goes on behind it.
+A worker process checks the cases and sends the result of each. If it dies, by a signal or a sanitizer, the current case has
+failed, and a new worker continues with the next one.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from fuzz.shrink import shrink
 
 Kind = tuple[str, str]
 _fork = multiprocessing.get_context("fork")
-# A case that takes longer hangs.
+# Seconds after which a case counts as hanging.
 PATIENCE = 120.0
 
 
 class Report(NamedTuple):
-    """What a check has compared: the ways to compute it, and the largest error as a share of what is allowed."""
+    """The result of a check: the implementations compared, and the largest error as a fraction of its bound."""
 
-    ways: frozenset[str]
-    nearest: float = 0.0
+    compared: frozenset[str]
+    max_error: float = 0.0
 
 
 class Failure(NamedTuple):
-    """A fault: how it shows, the first case that showed it, made small, and how many cases did."""
+    """A fault: its kind and message, the first case that showed it, minimised, and the number of that case."""
 
     kind: Kind
     text: str
@@ -47,8 +47,8 @@ class Failure(NamedTuple):
     number: int
 
 
-class _Told(NamedTuple):
-    """What a worker tells of one case."""
+class _Result(NamedTuple):
+    """The message of a worker about one case."""
 
     number: int
     report: Report | None
@@ -58,14 +58,14 @@ class _Told(NamedTuple):
 
 @dataclasses.dataclass
 class Summary:
-    """What was checked, and what failed."""
+    """Statistics of a run, and its failures."""
 
     target: str
     seed: int
     cases: int = 0
     seconds: float = 0.0
-    nearest: float = 0.0
-    ways: Counter[str] = dataclasses.field(default_factory=Counter)
+    max_error: float = 0.0
+    compared: Counter[str] = dataclasses.field(default_factory=Counter)
     labels: Counter[tuple[str, str]] = dataclasses.field(default_factory=Counter)
     failures: dict[Kind, Failure] = dataclasses.field(default_factory=dict)
     failed: Counter[Kind] = dataclasses.field(default_factory=Counter)
@@ -79,8 +79,8 @@ class Summary:
         rate = self.cases / max(self.seconds, 1e-9)
         lines = [
             f"{self.target}: {self.cases:,} configurations, {found} "
-            f"(seed {self.seed}, {self.seconds:.0f} s, {rate:.1f} per second, largest error {self.nearest:.2f} of what is allowed)",
-            _line("compared", self.ways),
+            f"(seed {self.seed}, {self.seconds:.0f} s, {rate:.1f} per second, largest error {self.max_error:.2f} of its bound)",
+            _line("compared", self.compared),
         ]
         fields = dict.fromkeys(name for name, _ in self.labels)
         for field in fields:
@@ -94,7 +94,7 @@ def _line(name: str, counts: Counter[str]) -> str:
 
 
 def case_of(target: ModuleType, seed: int, number: int) -> Case:
-    """The case of this number: it depends on nothing else."""
+    """The case with this number; it depends only on seed and number."""
     drawn: Case = target.draw(random.Random(f"{seed}/{number}"))
     return drawn
 
@@ -105,18 +105,18 @@ def run(
     *,
     minutes: float | None = None,
     count: int | None = None,
-    tell: Callable[[str], None] = print,
+    log: Callable[[str], None] = print,
     progress: bool = False,
 ) -> Summary:
-    """Check cases until the time is up or the number is reached, telling of each new kind of failure, made small."""
+    """Check cases until the time is up or the count is reached, and log each new kind of failure, minimised."""
     summary = Summary(target.__name__.rpartition(".")[2], seed)
     begun = time.monotonic()
     until = begun + (minutes * 60 if minutes is not None else 1e9)
     shown = begun
-    for told in _checked(target, seed, count, until):
+    for result in _checked(target, seed, count, until):
         summary.cases += 1
         summary.seconds = time.monotonic() - begun
-        _count(summary, target, told, tell)
+        _count(summary, target, result, log)
         if progress and time.monotonic() > shown + 2:
             shown = time.monotonic()
             rate = summary.cases / summary.seconds
@@ -125,25 +125,25 @@ def run(
     return summary
 
 
-def _count(summary: Summary, target: ModuleType, told: _Told, tell: Callable[[str], None]) -> None:
-    case = case_of(target, summary.seed, told.number)
+def _count(summary: Summary, target: ModuleType, result: _Result, log: Callable[[str], None]) -> None:
+    case = case_of(target, summary.seed, result.number)
     summary.labels.update(case.labels())
-    if told.report is not None:
-        summary.ways.update(told.report.ways)
-        summary.nearest = max(summary.nearest, told.report.nearest)
+    if result.report is not None:
+        summary.compared.update(result.report.compared)
+        summary.max_error = max(summary.max_error, result.report.max_error)
         return
-    assert told.kind is not None
-    summary.failed[told.kind] += 1
-    if told.kind in summary.failures:
+    assert result.kind is not None
+    summary.failed[result.kind] += 1
+    if result.kind in summary.failures:
         return
-    small, text = _shrunk(target, case, told.kind)
-    text = text or told.text
-    summary.failures[told.kind] = failure = Failure(told.kind, text, small, told.number)
-    tell(f"\nMISMATCH in configuration {failure.number} of seed {summary.seed}\n{failure.text}\n\n{small.lines()}\n")
+    small, text = _shrunk(target, case, result.kind)
+    text = text or result.text
+    summary.failures[result.kind] = failure = Failure(result.kind, text, small, result.number)
+    log(f"\nMISMATCH in configuration {failure.number} of seed {summary.seed}\n{failure.text}\n\n{small.lines()}\n")
 
 
-def _checked(target: ModuleType, seed: int, count: int | None, until: float) -> Iterator[_Told]:
-    """What workers tell, case by case; one that died is told of, too."""
+def _checked(target: ModuleType, seed: int, count: int | None, until: float) -> Iterator[_Result]:
+    """The results of the workers, case by case; a worker that died gives a failure."""
     number = 0
     while (count is None or number < count) and time.monotonic() < until:
         ours, theirs = _fork.Pipe(duplex=False)
@@ -151,41 +151,41 @@ def _checked(target: ModuleType, seed: int, count: int | None, until: float) -> 
         theirs.close()
         finished = False
         while not finished:
-            told = _received(ours, worker)
-            if isinstance(told, str):
-                yield _Told(number, None, ("process", told), f"the process died: {told}")
+            result = _received(ours, worker)
+            if isinstance(result, str):
+                yield _Result(number, None, ("process", result), f"the process died: {result}")
                 number += 1
                 break
-            finished = told is None
-            if told is not None:
-                yield told
-                number = told.number + 1
+            finished = result is None
+            if result is not None:
+                yield result
+                number = result.number + 1
         worker.join()
         if finished:
             return
 
 
-def _started(work: Callable[..., None], *about: Any) -> BaseProcess:
-    worker = _fork.Process(target=work, args=about, daemon=True)
+def _started(work: Callable[..., None], *arguments: Any) -> BaseProcess:
+    worker = _fork.Process(target=work, args=arguments, daemon=True)
     with warnings.catch_warnings():
-        # Python warns of threads that a fork leaves behind: those of the one who called, which hold nothing that is needed here
+        # Python warns about threads of the parent, which a fork does not copy; they hold nothing that is needed here
         warnings.simplefilter("ignore", DeprecationWarning)
         worker.start()
     return worker
 
 
 def _received(ours: Connection, worker: BaseProcess) -> Any:
-    """The next of what a worker tells, None at its end, or in a word how it died."""
+    """The next message of a worker, None at its end, or a string that says how it died."""
     if not ours.poll(PATIENCE):
         worker.kill()
-        return f"it hangs: no answer in {PATIENCE:.0f} s"
+        return f"hangs: no answer in {PATIENCE:.0f} s"
     try:
-        told = ours.recv()
+        result = ours.recv()
     except EOFError:
         worker.join()
         code = worker.exitcode or 0
         return signal.Signals(-code).name if code < 0 else f"exit code {code}"
-    return told
+    return result
 
 
 def _work(target: ModuleType, seed: int, number: int, count: int | None, until: float, pipe: Connection) -> None:
@@ -195,36 +195,36 @@ def _work(target: ModuleType, seed: int, number: int, count: int | None, until: 
     pipe.send(None)
 
 
-def _tried(target: ModuleType, case: Case, number: int) -> _Told:
-    # tensors are small: more threads only wait for each other
+def _tried(target: ModuleType, case: Case, number: int) -> _Result:
+    # tensors are small: more threads would only wait for each other
     torch.set_num_threads(1)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            return _Told(number, target.check(case))
+            return _Result(number, target.check(case))
     except Exception as error:
-        return _Told(number, None, kind_of(error), f"{type(error).__name__}: {error}")
+        return _Result(number, None, kind_of(error), f"{type(error).__name__}: {error}")
 
 
 def _shrunk(target: ModuleType, case: Case, kind: Kind) -> tuple[Case, str]:
-    """The smallest case of a failure, and how it fails: tried in one process, or in one each where that is killed."""
+    """The smallest case of a failure, and its message. Candidates run in one process; in one each if the failure kills it."""
     if kind[0] == "process":
-        small = shrink(case, lambda candidate: _apart(_tried, target, candidate, 0)[1] == kind[1])
+        small = shrink(case, lambda candidate: _in_process(_tried, target, candidate, 0)[1] == kind[1])
         return small, ""
 
-    def in_turn() -> tuple[Case, str]:
+    def in_one_process() -> tuple[Case, str]:
         small = shrink(case, lambda candidate: _tried(target, candidate, 0).kind == kind)
         return small, _tried(target, small, 0).text
 
-    shrunk, died = _apart(in_turn)
+    shrunk, died = _in_process(in_one_process)
     return (case, "") if died is not None else shrunk
 
 
-def _apart(work: Callable[..., Any], *about: Any) -> tuple[Any, str | None]:
-    """What a function gives in a process of its own, or how that died."""
+def _in_process(work: Callable[..., Any], *arguments: Any) -> tuple[Any, str | None]:
+    """The result of a function in a separate process, or how that process died."""
     ours, theirs = _fork.Pipe(duplex=False)
-    worker = _started(lambda: theirs.send(work(*about)))
+    worker = _started(lambda: theirs.send(work(*arguments)))
     theirs.close()
-    told = _received(ours, worker)
+    result = _received(ours, worker)
     worker.join()
-    return (None, told) if isinstance(told, str) else (told, None)
+    return (None, result) if isinstance(result, str) else (result, None)

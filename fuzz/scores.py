@@ -1,4 +1,4 @@
-"""Scores: what the package is given, beside the papers' formulas on queries x keys."""
+"""Scores of the package, each with the formula of its paper on queries x keys."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ Choice = tuple[Any, ...]
 
 
 class Near(Score):
-    """−|q − k|², a score that no fast kernel knows."""
+    """−|q − k|², a score without a fast kernel."""
 
     def forward(self, q: Tensor, k: Tensor) -> Tensor:
         return -(q[..., :, None, :] - k[..., None, :, :]).square().sum(-1)
 
 
 def draw_score(random: Random) -> Choice:
-    """A score as plain data."""
+    """Draw a score as plain data."""
     kind = random.choices(("dot", "gat", "gatv2", "near"), (8, 2, 2, 1))[0]
     if kind == "dot":
         scale = random.choices((None, 1.0, 0.3, 3.0, 0.0, -0.5, -2.0), (8, 3, 3, 2, 1, 1, 1))[0]
@@ -34,7 +34,7 @@ def draw_score(random: Random) -> Choice:
 
 
 def shapes(choice: Choice, heads: int, dim: int, edge_dim: int | None = None) -> dict[str, tuple[int, ...]]:
-    """The inputs that a score owns, by name."""
+    """Shapes of the inputs that a score owns, by name."""
     kind, *options = choice
     edge = {} if edge_dim is None else {"edge": (heads, edge_dim) if kind == "gat" else (heads, dim, edge_dim)}
     if kind == "gat":
@@ -44,7 +44,7 @@ def shapes(choice: Choice, heads: int, dim: int, edge_dim: int | None = None) ->
 
 
 def make(choice: Choice, inputs: Inputs, heads: int, dim: int, edge_dim: int | None = None) -> Score:
-    """The package's score with these numbers."""
+    """The package's score with these weights."""
     kind, *options = choice
     if kind == "dot":
         return Dot(options[0])
@@ -62,12 +62,12 @@ def make(choice: Choice, inputs: Inputs, heads: int, dim: int, edge_dim: int | N
 
 
 def parameter(x: Tensor) -> nn.Parameter:
-    """A tensor as a module owns it: itself, if it is a parameter."""
+    """A tensor as a parameter; a parameter is returned unchanged."""
     return x if isinstance(x, nn.Parameter) else nn.Parameter(x, requires_grad=False)
 
 
-def bent(choice: Choice, inputs: Inputs, q: Tensor, k: Tensor, features: Tensor | None) -> Tensor:
-    """What goes through the LeakyReLU of GAT or GATv2 (..., heads, queries, keys, features); `features` are the keys'."""
+def pre_activation(choice: Choice, inputs: Inputs, q: Tensor, k: Tensor, features: Tensor | None) -> Tensor:
+    """The input of the LeakyReLU of GAT or GATv2 (..., heads, queries, keys, features); `features` are those of the keys."""
     if choice[0] == "gat":
         to = (q * inputs["destination"][:, None]).sum(-1)
         of = (k * inputs["source"][:, None]).sum(-1)
@@ -81,7 +81,7 @@ def bent(choice: Choice, inputs: Inputs, q: Tensor, k: Tensor, features: Tensor 
 
 
 def formula(choice: Choice, inputs: Inputs, q: Tensor, k: Tensor, features: Tensor | None, absolute: bool) -> Tensor:
-    """The score of every query with every key (..., heads, queries, keys), heads given out already."""
+    """The score of every query and key (..., heads, queries, keys); shared heads are already repeated."""
     kind, *options = choice
     if kind == "dot":
         scale = q.shape[-1] ** -0.5 if options[0] is None else options[0]
@@ -89,7 +89,7 @@ def formula(choice: Choice, inputs: Inputs, q: Tensor, k: Tensor, features: Tens
     if kind == "near":
         apart = q[..., :, None, :] + k[..., None, :, :] if absolute else q[..., :, None, :] - k[..., None, :, :]
         return apart.square().sum(-1) * (1 if absolute else -1)
-    z = bent(choice, inputs, q, k, features)
-    # of positive numbers it is the identity, as long as the slope is at most 1
+    z = pre_activation(choice, inputs, q, k, features)
+    # the identity for positive numbers, if the slope is at most 1
     z = torch.where(z > 0, z, options[0] * z)
     return z[..., 0] if kind == "gat" else (z * inputs["weight"][:, None, None]).sum(-1)

@@ -1,4 +1,4 @@
-"""A failing case made as small as it can be while it fails in the same way."""
+"""Minimises a failing case as long as it fails in the same way."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ AnyCase = TypeVar("AnyCase", bound=Case)
 
 
 def shrink(case: AnyCase, fails: Callable[[AnyCase], bool], seconds: float = 60.0) -> AnyCase:
-    """The smallest case that is found by changing one field at a time, as long as there is time.
+    """The smallest case found by changing one field at a time, within a time limit.
 
     Args:
-        case: one that fails.
+        case: a failing case.
         fails: whether a case fails in the same way. Cases that the package refuses do not.
-        seconds: how long to try.
+        seconds: the time limit.
     """
     until = time.monotonic() + seconds
     changed = True
     while changed and time.monotonic() < until:
         changed = False
         for field in dataclasses.fields(case):
-            # another seed is other numbers, not simpler ones
+            # another seed is not simpler
             smaller = field.name != "seed"
             while smaller and time.monotonic() < until:
                 candidates = _simpler(getattr(case, field.name), field.default)
@@ -38,7 +38,7 @@ def shrink(case: AnyCase, fails: Callable[[AnyCase], bool], seconds: float = 60.
 
 
 def _simpler(value: Any, default: Any) -> Iterator[Any]:
-    """Values to try in place of one, the simplest first; each is simpler, so that there is an end to it."""
+    """Values to try instead, the simplest first; each is simpler, so that shrinking ends."""
     if value == default:
         return
     yield default

@@ -1,4 +1,4 @@
-"""Numbers and layouts of tensors: what kinds of input there are."""
+"""Kinds of input: random numbers and memory layouts."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ LAYOUTS = (
 def numbers(kind: str, shape: Sequence[int], rng: np.random.Generator, dtype: torch.dtype) -> Tensor:
     """Random numbers of a kind, rounded to a dtype.
 
-    "positive" ones add up where others cancel; of "few" there are so few, and so short ones, that many are equal and
-    sums of products are exact.
+    "positive" numbers add up where others cancel; "few" are multiples of 1/4, so that many are equal and sums of products
+    are exact.
     """
     drawn = rng.standard_normal(shape)
     if kind == "positive":
@@ -43,19 +43,19 @@ View = Callable[[Tensor], Tensor]
 
 
 class Layout(NamedTuple):
-    """How a tensor lies in memory: the shape of what is held, and the view that is passed on."""
+    """The memory layout of a tensor: the shape of its storage, and the view that is passed on."""
 
     shape: tuple[int, ...]
     view: View
 
 
 def draw_layout(random: Random) -> str:
-    """Most tensors are contiguous, or have heads inside of items as projections leave them."""
+    """Draw a layout; most tensors are contiguous, or have heads inside of items as after a projection."""
     return random.choices(LAYOUTS, (10, 6, 2, 2, 2, 2, 1, 1, 1))[0]
 
 
 def layout(kind: str, shape: tuple[int, ...]) -> Layout:
-    """A tensor (..., heads, items, dim) as a view of another one."""
+    """A tensor (..., heads, items, dim) as a view of another."""
     *batch, heads, items, dim = shape
     if kind == "heads inside":
         return Layout((*batch, items, heads, dim), lambda x: x.transpose(-3, -2))

@@ -1,6 +1,6 @@
-"""Faults that are put into the package, for the fuzzer to find: `python tests/fuzz_faults.py FAULT`.
+"""Injects faults into the package that the fuzzer must find: `python tests/fuzz_faults.py FAULT`.
 
-A process of its own for each: the fuzzer forks workers, which threads of a test run would not survive.
+Each runs in a separate process: the fuzzer forks workers, which the threads of a test run would not survive.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ SEED = 2024
 
 
 def found_by(target: object, count: int) -> tuple[list[str], Summary]:
-    told: list[str] = []
-    return told, run(target, SEED, count=count, tell=told.append)
+    logged: list[str] = []
+    return logged, run(target, SEED, count=count, log=logged.append)
 
 
 def wrong_output() -> None:
-    """One number of every output of a kernel is wrong: the case is made small and printed as lines that show it."""
+    """One number of every output of a kernel is wrong: the case is minimised and printed as code that shows it."""
     right = Short.__call__
 
     def wrong(self: object, call: object) -> tuple[Tensor, Tensor | None]:
@@ -42,13 +42,13 @@ def wrong_output() -> None:
         return out + off, lse
 
     Short.__call__ = wrong
-    told, summary = found_by(attend, 40)
+    logged, summary = found_by(attend, 40)
     failure = summary.failures["short", "output"]
-    # one number is all that is needed
+    # the smallest case has one number
     assert (failure.case.batch, failure.case.heads, failure.case.queries, failure.case.value_dim) == ((), 1, 1, 1)
-    assert failure.case.over == () and failure.case.dropout == 0 and not failure.case.learns
+    assert failure.case.over == () and failure.case.dropout == 0 and not failure.case.requires_grad
     assert "FAILED" in str(summary) and "short: output" in str(summary)
-    text = next(text for text in told if "short: output" in text)
+    text = next(text for text in logged if "short: output" in text)
     lines = compile(text[text.index("from fuzz") :], "pasted", "exec")
     try:
         exec(lines, {})
@@ -60,7 +60,7 @@ def wrong_output() -> None:
     exec(lines, {})
 
 
-class Doubled(torch.autograd.Function):
+class ScaledGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: object, x: Tensor) -> Tensor:
         return x.clone()
@@ -71,11 +71,27 @@ class Doubled(torch.autograd.Function):
 
 
 def wrong_gradient() -> None:
-    """A gradient is off by a thousandth."""
+    """A gradient is wrong by a thousandth."""
     right = Reference.__call__
-    Reference.__call__ = lambda self, call: right(self, call._replace(v=Doubled.apply(call.v)))
+    Reference.__call__ = lambda self, call: right(self, call._replace(v=ScaledGradient.apply(call.v)))
     _, summary = found_by(attend, 60)
     assert ("reference", "gradient of v") in summary.failures
+
+
+def error_that_mentions_a_refusal() -> None:
+    """An error of a kernel that took the call is a fault, even if its message has the word "refuses"."""
+
+    def fail(self: object, call: object) -> None:
+        raise ValueError("the allocator refuses this call")
+
+    # the default kernel of this case is another one
+    Reference.__call__ = fail
+    try:
+        attend.check(attend.Case())
+    except ValueError as error:
+        assert "allocator" in str(error)
+    else:
+        raise AssertionError("the error was taken for a refusal")
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -85,7 +101,7 @@ class Fragile(Case):
 
 
 def death() -> None:
-    """A process that dies is a fault, and the rest is checked."""
+    """A process that dies is a fault, and the other cases are checked."""
 
     def check(case: Fragile) -> Report:
         if case.size > 6:
@@ -95,14 +111,14 @@ def death() -> None:
     target = SimpleNamespace(
         __name__="fragile", check=check, draw=lambda drawn: Fragile(0, drawn.randint(0, 9), drawn.randint(0, 9))
     )
-    told, summary = found_by(target, 40)
-    assert summary.cases == 40 and summary.ways["fine"] + summary.mismatches == 40
+    logged, summary = found_by(target, 40)
+    assert summary.cases == 40 and summary.compared["fine"] + summary.mismatches == 40
     (failure,) = summary.failures.values()
     assert failure.kind == ("process", "SIGKILL") and failure.case == Fragile(0, 7, 0)
-    assert len(told) == 1 and "died" in told[0]
+    assert len(logged) == 1 and "died" in logged[0]
 
 
-FAULTS = {fault.__name__: fault for fault in (wrong_output, wrong_gradient, death)}
+FAULTS = {fault.__name__: fault for fault in (wrong_output, wrong_gradient, error_that_mentions_a_refusal, death)}
 
 if __name__ == "__main__":
     FAULTS[sys.argv[1]]()

@@ -1,4 +1,4 @@
-"""The verb where numbers are large, narrow, dual or fake."""
+"""attend with large values, narrow dtypes, empty inputs, dual and fake tensors, under compile, export and vmap."""
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ KERNEL_NAMES = ["fused", "short", "tiled", "reference"]
 
 @pytest.mark.parametrize("offset", [-1e9, torch.finfo(torch.float32).min, 1e9])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_rows_far_from_zero_are_still_means(offset, dtype):
+def test_rows_with_a_large_constant_bias_are_means(offset, dtype):
     q, v = torch.randn(1, 1, 5, 4, dtype=dtype), torch.randn(1, 1, 5, 4, dtype=dtype)
     bias = torch.zeros(5, 5)
     bias[2] = offset
@@ -37,7 +37,7 @@ def test_rows_far_from_zero_are_still_means(offset, dtype):
         torch.testing.assert_close(attend(q, q, v, bias=bias, kernel=kernel)[0, 0, 2], mean, atol=1e-2, rtol=1e-2)
 
 
-def test_a_bias_beyond_the_range_of_halves():
+def test_a_bias_beyond_the_range_of_fp16():
     q = torch.randn(1, 1, 3, 4).half()
     bias = torch.zeros(3, 3)
     bias[0, 1] = 1e5
@@ -45,25 +45,25 @@ def test_a_bias_beyond_the_range_of_halves():
 
 
 @pytest.mark.parametrize("kernel", ["tiled", "reference"])
-def test_scores_are_wide_under_autocast(kernel):
+def test_scores_stay_fp32_under_autocast(kernel):
     q, k, v = (torch.randn(2, 3, 17, 8) for _ in range(3))
     bias = torch.randn(17, 17, requires_grad=True)
-    wanted = attend(q, k, v, bias=bias, kernel=kernel)
+    expected = attend(q, k, v, bias=bias, kernel=kernel)
     with torch.autocast("cpu", torch.bfloat16):
         output = attend(q, k, v, bias=bias, kernel=kernel)
         weights = attention_weights(q, k)
-    assert torch.equal(output, wanted)
+    assert torch.equal(output, expected)
     torch.testing.assert_close(weights.sum(-1), torch.ones(2, 3, 17))
 
 
-def test_grouped_keys_and_values_in_groups_of_their_own():
+def test_keys_and_values_with_different_numbers_of_heads():
     q, k, v = torch.randn(1, 6, 5, 4), torch.randn(1, 2, 5, 4), torch.randn(1, 3, 5, 4)
-    wanted = attend(q, k.repeat_interleave(3, 1), v.repeat_interleave(2, 1))
+    expected = attend(q, k.repeat_interleave(3, 1), v.repeat_interleave(2, 1))
     for kernel in KERNEL_NAMES:
-        torch.testing.assert_close(attend(q, k, v, kernel=kernel), wanted)
+        torch.testing.assert_close(attend(q, k, v, kernel=kernel), expected)
 
 
-def test_an_interval_beyond_the_keys_crashes_nothing():
+def test_an_interval_beyond_the_keys_gives_zero():
     class Beyond(Neighbourhood):
         exact = True
 
@@ -81,7 +81,7 @@ def test_an_interval_beyond_the_keys_crashes_nothing():
 
 
 class FromThird(Neighbourhood):
-    """Rows of the batch end apart, and begin alike: two bounds of different shapes."""
+    """Rows of the batch share their first key and differ in their last: bounds of different shapes."""
 
     exact = True
 
@@ -96,12 +96,12 @@ class FromThird(Neighbourhood):
 @pytest.mark.parametrize("kernel", ["short", "tiled"])
 def test_intervals_of_different_shapes(kernel):
     q, k, v = torch.randn(3, 2, 4, 8), torch.randn(3, 2, 9, 8), torch.randn(3, 2, 9, 8)
-    wanted = attend(q, k, v, over=FromThird(), kernel="reference")
-    torch.testing.assert_close(attend(q, k, v, over=FromThird(), kernel=kernel), wanted)
+    expected = attend(q, k, v, over=FromThird(), kernel="reference")
+    torch.testing.assert_close(attend(q, k, v, over=FromThird(), kernel=kernel), expected)
 
 
 @pytest.mark.parametrize("sink", [-torch.inf, torch.inf, 0.0])
-def test_a_sink_of_any_size_over_rows_without_keys(sink):
+def test_infinite_sinks_over_rows_without_keys(sink):
     q = torch.randn(1, 2, 5, 4, requires_grad=True)
     keep = torch.ones(5, 5).bool()
     keep[1] = False
@@ -113,17 +113,17 @@ def test_a_sink_of_any_size_over_rows_without_keys(sink):
     assert attention_weights(q, q, over=keep, sink=sink).isfinite().all()
 
 
-def test_forward_mode_differentiation_takes_the_reference():
+def test_forward_mode_differentiation_equals_jvp():
     q, tangent = torch.randn(1, 2, 5, 4), torch.randn(1, 2, 5, 4)
     with forward.dual_level():
         dual = forward.make_dual(q, tangent)
         got = forward.unpack_dual(attend(dual, q, q, over=Window(1))).tangent
-    _, wanted = torch.func.jvp(lambda x: attend(x, q, q, over=Window(1)), (q,), (tangent,))
-    torch.testing.assert_close(got, wanted)
+    _, expected = torch.func.jvp(lambda x: attend(x, q, q, over=Window(1)), (q,), (tangent,))
+    torch.testing.assert_close(got, expected)
     assert got.abs().max() > 0
 
 
-def test_explaining_draws_no_random_numbers():
+def test_explain_draws_no_random_numbers():
     mha, x = MultiHeadAttention(8, 2, dropout=0.5), torch.randn(1, 5, 8)
     before = torch.get_rng_state()
     assert mha.explain(x).kernel == "short"
@@ -132,7 +132,7 @@ def test_explaining_draws_no_random_numbers():
 
 
 @pytest.mark.parametrize("position", [None, Rotary(), ALiBi(2), RelativeBias(2)], ids=lambda p: type(p).__name__)
-def test_nothing_to_attend_to(position):
+def test_empty_queries_or_keys_give_zeros(position):
     for queries, keys in [(0, 0), (0, 3), (3, 0)]:
         q, k = torch.randn(2, 2, queries, 4), torch.randn(2, 2, keys, 4)
         output = attend(q, k, k, position=position)
@@ -140,19 +140,19 @@ def test_nothing_to_attend_to(position):
         assert not output.any()
 
 
-def test_head_dim_zero_is_an_even_mean():
+def test_head_dim_zero_gives_the_mean_of_values():
     q, v = torch.randn(1, 2, 5, 0), torch.randn(1, 2, 5, 3)
     torch.testing.assert_close(attend(q, q, v), v.mean(2, keepdim=True).expand_as(v))
 
 
-def test_a_fake_run_leaves_nothing_behind():
+def test_fake_tensors_and_transforms_leave_no_state():
     mha = MultiHeadAttention(16, 2, position=Rotary())
     with FakeTensorMode(allow_non_fake_inputs=True):
         mha(torch.randn(2, 5, 16))
     assert type(mha(torch.randn(2, 5, 16))[0]) is torch.Tensor
-    wanted = mha(torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(1)))[0]
+    expected = mha(torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(1)))[0]
     torch.func.grad(lambda x: mha(x)[0].sum())(torch.randn(2, 9, 16))
-    assert torch.equal(mha(torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(1)))[0], wanted)
+    assert torch.equal(mha(torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(1)))[0], expected)
 
 
 LENGTHS = {
@@ -165,7 +165,7 @@ LENGTHS = {
 
 
 @pytest.mark.skipif(native is None, reason="there are no C++ kernels")
-def test_compiled_calls_take_the_fast_kernels():
+def test_compiled_calls_use_the_native_kernels():
     operators = []
 
     def backend(graph, inputs):
@@ -225,25 +225,25 @@ def test_exports_with_a_dynamic_batch():
     torch.testing.assert_close(program.module()(*many), model(*many))
 
 
-def test_vmap_over_lengths_masks_and_documents():
+def test_vmap_over_lengths_masks_and_segments():
     mha, x = MultiHeadAttention(16, 2), torch.randn(3, 7, 16)
     lengths, ids = torch.tensor([2, 7, 0]), torch.arange(21).reshape(3, 7) // 4
     keep = torch.arange(7) < lengths[:, None]
-    for given, make, together in [
+    for argument, make, batched in [
         (lengths, Padding, Padding(lengths)),
         (keep, Padding, Padding(keep)),
         (ids, Segments, Segments(ids)),
         (keep[:, None] & keep[:, :, None], Mask, Mask((keep[:, None] & keep[:, :, None])[:, None])),
         (keep[:, None].int().expand(3, 7, 7), Mask, Mask(keep[:, None, None])),
     ]:
-        wanted = mha(x, over=together)[0]
-        mapped = torch.func.vmap(lambda one, own, make=make: mha(one, over=make(own))[0])(x, given)
-        torch.testing.assert_close(mapped, wanted)
+        expected = mha(x, over=batched)[0]
+        mapped = torch.func.vmap(lambda one, own, make=make: mha(one, over=make(own))[0])(x, argument)
+        torch.testing.assert_close(mapped, expected)
     mapped = torch.func.vmap(lambda one, over: mha(one, over=over)[0])(x, Padding(lengths))
     torch.testing.assert_close(mapped, mha(x, over=Padding(lengths))[0])
 
 
-def test_a_view_on_a_neighbourhood_of_ones_own_through_vmap():
+def test_heads_of_a_custom_neighbourhood_through_vmap():
     class Even(Neighbourhood):
         def allows(self, head, query, key):
             return (key % 2 == 0) & (query >= 0)
@@ -257,15 +257,15 @@ def test_a_view_on_a_neighbourhood_of_ones_own_through_vmap():
 @pytest.mark.parametrize("kernel", ["fused", "tiled", "short", "reference"])
 @pytest.mark.parametrize("axis", ["heads", "batch"])
 def test_heads_that_overlap_in_memory(kernel, axis):
-    """torch's kernel takes an axis of stride 1 for that of the features."""
+    """torch's fused kernel mistakes an axis of stride 1 for the features."""
     rows = torch.randn(2, 10, 20).unfold(2, 8, 1)[:, :, :4]
     q = rows.permute(0, 2, 1, 3) if axis == "heads" else rows.permute(2, 0, 1, 3)
     k, v = torch.randn(2, *q.shape)
-    wanted = attend(*(x.contiguous().double() for x in (q, k, v)), kernel="reference")
-    torch.testing.assert_close(attend(q, k, v, kernel=kernel).double(), wanted, atol=1e-5, rtol=1e-5)
+    expected = attend(*(x.contiguous().double() for x in (q, k, v)), kernel="reference")
+    torch.testing.assert_close(attend(q, k, v, kernel=kernel).double(), expected, atol=1e-5, rtol=1e-5)
 
 
-def test_a_neighbourhood_whose_intervals_have_no_end():
+def test_unbounded_intervals_see_all_keys():
     class Everyone(Neighbourhood):
         exact = True
 
@@ -281,7 +281,7 @@ def test_a_neighbourhood_whose_intervals_have_no_end():
         torch.testing.assert_close(attend(q, q, q, over=Everyone(), kernel=kernel), attend(q, q, q))
 
 
-def test_narrow_dtypes_are_refused_by_name():
+def test_float8_is_refused():
     q = torch.randn(1, 2, 6, 4).to(torch.float8_e4m3fn)
     with pytest.raises(
         ValueError, match=r"q, k and v must be of one dtype, float64, float32, bfloat16 or float16, got torch\.float8"
@@ -289,7 +289,7 @@ def test_narrow_dtypes_are_refused_by_name():
         attend(q, q, q)
 
 
-def test_rotary_follows_its_base():
+def test_rotary_follows_changes_of_its_base():
     q, rotary = torch.randn(2, 4, 10, 8), Rotary()
     before = attend(q, q, q, position=rotary)
     rotary.base = 500.0

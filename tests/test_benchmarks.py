@@ -1,4 +1,4 @@
-"""The benchmarks' own promises: equal before a number, whole files, clear names. No test asserts on a time."""
+"""The benchmarks compare before they time, write files atomically and have clear names. No test asserts on a time."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ KEYS = ["case", "ours_ms", "peer", "peer_ms", "ratio", "floor_ms", "ours_peak_mb
 
 
 def fixed(value: Tensor) -> Sides:
-    """Ours gives `value`, the peer and the floor give zeros."""
+    """Ours returns `value`, the peer and the floor return zeros."""
     zeros = torch.zeros(3)
     return Sides(inference(lambda: value), inference(lambda: zeros), (inference(lambda: zeros),))
 
 
 def trained(factor: float) -> Sides:
-    """Two sides of one output, whose gradients differ by a factor."""
+    """Two sides with the same output, whose gradients differ by a factor."""
     x = torch.linspace(1, 2, 5, requires_grad=True)
     same = lambda: factor * x + (1 - factor) * x.detach()
     gradients = lambda: {"x": grad(x)}
@@ -45,7 +45,7 @@ def no_children(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "peak_in_child", lambda case, side: 1.5)
 
 
-def test_a_wrong_result_is_an_error_and_not_a_number(
+def test_a_wrong_result_gives_an_error_instead_of_a_time(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, no_children: None
 ) -> None:
     cases = (
@@ -62,7 +62,9 @@ def test_a_wrong_result_is_an_error_and_not_a_number(
     assert not file.exists()
 
 
-def test_a_crash_names_its_case(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_error_of_a_crash_names_the_case(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def crash() -> Sides:
         raise RuntimeError("out of luck")
 
@@ -81,7 +83,7 @@ def test_a_crash_names_its_case(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
         (trained(1.01), "the gradient of x differs by 0.01"),
     ],
 )
-def test_what_must_not_pass(sides: Sides, message: str) -> None:
+def test_differing_results_are_rejected(sides: Sides, message: str) -> None:
     with pytest.raises(CaseError, match=f"^{message}"):
         largest_difference(sides, 1e-3)
 
@@ -101,7 +103,7 @@ def test_a_bound_is_timed_and_not_compared(monkeypatch: pytest.MonkeyPatch, no_c
     assert measure.measured(Case("a", "b", lambda: sides)).floor_ms == 3000.0
 
 
-def test_a_case_that_lacks_something_is_left_out_loudly(
+def test_a_case_with_a_missing_requirement_is_skipped_with_a_message(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, no_children: None
 ) -> None:
     same = lambda: fixed(torch.zeros(3))
@@ -117,7 +119,7 @@ def test_a_case_that_lacks_something_is_left_out_loudly(
     file = tmp_path / "lines.json"
     assert main(["made-up", "--repeats", "1", "--json", str(file)]) == 0
     said = capsys.readouterr()
-    assert said.err == "LEFT OUT: moon-case, tide-case\n  there is no moon\n"
+    assert said.err == "SKIPPED: moon-case, tide-case\n  there is no moon\n"
     assert [line["case"] for line in json.loads(file.read_text())] == ["a-case"]
     assert main(["moon-case"]) == 1
     said = capsys.readouterr()
@@ -130,7 +132,7 @@ def test_equal_gradients_pass() -> None:
     assert largest_difference(sides, 1e-3) < 1e-6
 
 
-def test_json_has_the_keys(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, no_children: None) -> None:
+def test_json_has_the_documented_keys(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, no_children: None) -> None:
     monkeypatch.setitem(tables.TABLES, "made-up", (Case("a", "zeros", lambda: fixed(torch.zeros(3))),))
     file = tmp_path / "lines.json"
     assert main(["made-up", "--repeats", "2", "--json", str(file)]) == 0
@@ -151,51 +153,51 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["lines.json"]
 
 
-def test_unknown_names_are_told_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_name_lists_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as leaving:
         main(["dense", "nonsense"])
     assert leaving.value.code == 2
     said = capsys.readouterr().err
-    assert "'nonsense' is no table and in no case's name" in said
+    assert "unknown table or case 'nonsense'" in said
     assert "dense: layer-inference-2x10x512x8 " in said
     assert "cache-step-4096" in said
 
 
-def test_a_missing_folder_is_told_before_anything_runs(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_missing_folder_is_rejected_before_anything_runs(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     with pytest.raises(SystemExit):
         main(["dense", "--json", str(tmp_path / "missing" / "lines.json")])
     assert "--json must be in a folder that exists" in capsys.readouterr().err
 
 
-def test_names_choose_tables_and_parts_of_names() -> None:
+def test_names_select_tables_and_cases() -> None:
     assert tables.chosen([]) == [case for cases in tables.TABLES.values() for case in cases]
     assert tables.chosen(["dense"]) == list(tables.TABLES["dense"])
     names = [case.name for case in tables.chosen(["step-512", "default-call-training"])]
     assert names == ["default-call-training-1x2048x768x12", "cache-step-512"]
 
 
-def test_names_of_cases_are_unique() -> None:
+def test_case_names_are_unique() -> None:
     names = [case.name for cases in tables.TABLES.values() for case in cases]
     assert len(names) == len(set(names))
 
 
-def test_sides_take_turns_whose_order_rotates(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sides_are_interleaved_in_rotating_order(monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[int] = []
     runs = [lambda i=i: order.append(i) for i in range(3)]
-    monkeypatch.setattr(measure, "_calls_a_sample", lambda run: 2)
+    monkeypatch.setattr(measure, "_calls_per_sample", lambda run: 2)
     samples = interleaved(runs, 3)  # type: ignore[arg-type]
     assert order == [0, 0, 1, 1, 2, 2, 1, 1, 2, 2, 0, 0, 2, 2, 0, 0, 1, 1]
     assert [len(own) for own in samples] == [3, 3, 3]
 
 
-def test_the_line_is_made_of_medians(monkeypatch: pytest.MonkeyPatch, no_children: None) -> None:
+def test_a_line_has_medians(monkeypatch: pytest.MonkeyPatch, no_children: None) -> None:
     taken = [[1.0, 2.0, 4.0], [6.0, 4.0, 4.0], [9.0, 9.0, 9.0], [3.0, 0.5, 0.5]]
     monkeypatch.setattr(measure, "interleaved", lambda runs, repeats: taken)
     line = measure.measured(Case("a", "b", lambda: fixed(torch.zeros(3))))
     assert (line.ours_ms, line.peer_ms, line.ratio, line.floor_ms) == (2000.0, 4000.0, 2.0, 500.0)
 
 
-def test_the_peak_counts_what_a_call_gives_back() -> None:
+def test_the_peak_includes_memory_freed_during_the_call() -> None:
     try:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:
@@ -238,7 +240,7 @@ def pyg(kernels: None) -> None:
 
 @pytest.fixture
 def data(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """The data sets' files in small: 11 nodes of 13 words, the last without any, and no self-loops."""
+    """Small files in the format of the data sets: 11 nodes with 13 words, the last node without any, and no self-loops."""
     random = np.random.default_rng(0)
     words = random.random((11, 13)) < 0.3
     words[10] = False
@@ -276,7 +278,9 @@ def test_tiny_graphs_are_equal(
 
 @pytest.mark.parametrize("train", [False, True])
 @pytest.mark.parametrize("kind", graph.KINDS, ids=lambda kind: kind.score)
-def test_another_weight_is_noticed(kind: graph.Kind, train: bool, pyg: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_changed_weight_is_detected(
+    kind: graph.Kind, train: bool, pyg: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made = graph.pyg_layer
 
     def changed(*args: object) -> object:
@@ -290,9 +294,11 @@ def test_another_weight_is_noticed(kind: graph.Kind, train: bool, pyg: None, mon
         largest_difference(graph.against_pyg(kind, TINY[0], train), graph.TOLERANCE)
 
 
-def test_what_is_not_the_kernel_is_not_timed(monkeypatch: pytest.MonkeyPatch, kernels: None) -> None:
-    monkeypatch.setattr("polyhead.kernels.edges_native.Native.refuses", lambda self, call: "it is Sunday")
-    with pytest.raises(CaseError, match=r"does not run in C\+\+ but as (?!native)(?s:.)*not native: it is Sunday"):
+def test_only_the_cpp_kernel_is_timed(monkeypatch: pytest.MonkeyPatch, kernels: None) -> None:
+    monkeypatch.setattr("polyhead.kernels.edges_native.EdgesNative.refuses", lambda self, call: "it is Sunday")
+    with pytest.raises(
+        CaseError, match=r"must run in the C\+\+ kernel, got (?!edges_native)(?s:.)*not edges_native: it is Sunday"
+    ):
         graph_parts.layer_and_its_functions(graph.GATV2, TINY[0])
 
 
@@ -306,7 +312,7 @@ def test_tiny_parts_are_equal(kernels: None) -> None:
     assert largest_difference(graph_parts.sorting(31, 127), 0.5) == 0
 
 
-def test_the_floor_sums_the_sources_rows(kernels: None) -> None:
+def test_the_floor_sums_the_rows_of_the_sources(kernels: None) -> None:
     for workload in TINY:
         edge_index, x = workload.make()
         source, destination = edge_index
@@ -314,13 +320,13 @@ def test_the_floor_sums_the_sources_rows(kernels: None) -> None:
         torch.testing.assert_close(graphs.gather_sum(Graph(edge_index, len(x)), x), wanted, atol=1e-5, rtol=1e-5)
 
 
-def test_one_thread_is_one_thread() -> None:
+def test_alone_uses_one_thread() -> None:
     before = torch.get_num_threads()
     assert graph_parts._alone(lambda: torch.tensor(torch.get_num_threads())) == 1
     assert torch.get_num_threads() == before
 
 
-def test_a_hub_is_joined_to_every_other_node() -> None:
+def test_a_hub_is_connected_to_every_other_node() -> None:
     torch.manual_seed(0)
     source, destination = graphs.drawn_with_hub(17, 101)
     assert source.shape == (101,)
@@ -329,7 +335,7 @@ def test_a_hub_is_joined_to_every_other_node() -> None:
     assert others <= set(source[destination == 0].tolist())
 
 
-def test_real_graphs_come_from_their_folder(data: Path) -> None:
+def test_real_graphs_are_read_from_their_folder(data: Path) -> None:
     assert graphs.CORA.lacks() is None
     assert graphs.AMAZON_COMPUTERS.lacks() is None
     edge_index, x = graphs.CORA.make()
@@ -340,23 +346,23 @@ def test_real_graphs_come_from_their_folder(data: Path) -> None:
     assert (edge_index[0] == edge_index[1]).sum() == 11
 
 
-def test_an_absent_data_set_is_told(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_data_set_is_reported(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (data / "cora.npz").unlink()
-    assert str(graphs.CORA.lacks()).startswith(f"{data / 'cora.npz'} is not there: POLYHEAD_DATA must name the folder")
+    assert str(graphs.CORA.lacks()).startswith(f"{data / 'cora.npz'} does not exist: POLYHEAD_DATA must be the folder")
     monkeypatch.delenv(graphs.FOLDER)
     assert str(graphs.CORA.lacks()).startswith("POLYHEAD_DATA is not set: ")
     assert "amazon-computers.npz" in str(graphs.AMAZON_COMPUTERS.lacks())
 
 
-def test_a_missing_library_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_library_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     (case, *_) = tables.TABLES["graph"]
     monkeypatch.setitem(sys.modules, "torch_geometric", None)
     monkeypatch.setattr(graphs, "native", object())
-    assert case.lacks() == "PyG is not installed, and it is the peer: pip install torch_geometric"
+    assert case.lacks() == "the peer, PyG, is not installed: pip install torch_geometric"
     monkeypatch.setattr(graphs, "native", None)
     assert case.lacks() == "polyhead was installed without a compiler, so there are no C++ kernels to time"
     monkeypatch.setattr("shutil.which", lambda name: None)
-    assert graph.no_compiler() == "torch.compile needs a C++ compiler, and there is none"
+    assert graph.no_compiler() == "torch.compile needs a C++ compiler, and none was found"
 
 
 def test_a_graph_case_from_end_to_end(tmp_path: Path, data: Path, pyg: None, no_children: None) -> None:

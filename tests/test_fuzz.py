@@ -1,4 +1,4 @@
-"""The fuzzer: it finds no mismatch in a while, and it finds one that is put there, makes it small and prints it."""
+"""The fuzzer: it finds no mismatch in the package, and it finds, minimises and prints injected ones."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from fuzz_faults import __file__ as FILE
 from fuzz import attend, graph, positions
 from fuzz.__main__ import TARGETS, main
 from fuzz.case import Case, Mismatch, kind_of
-from fuzz.compare import closeness
+from fuzz.compare import error_ratio
 from fuzz.oracle import softmax
 from fuzz.run import case_of
 from fuzz.shrink import shrink
 
 ROOT = Path(__file__).resolve().parent.parent
 SEED = 2024
-# about a minute in all
+# about a minute in total
 SECONDS = {"attend": 14, "layer": 9, "graph": 9, "grid": 9, "optim": 5, "models": 5, "backend": 5}
 
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_no_mismatch(target: str) -> None:
-    """As on the command line, in a process of its own: workers are forked, which threads of a test run would not survive."""
+    """As on the command line, in a separate process: the fuzzer forks, which the threads of a test run would not survive."""
     if target in ("models", "backend"):
         pytest.importorskip("transformers")
     command = [sys.executable, "-m", "fuzz", target, "--minutes", str(SECONDS[target] / 60), "--seed", str(SEED)]
@@ -44,50 +44,50 @@ def test_no_mismatch(target: str) -> None:
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_that_is_put_there_is_found(fault: str) -> None:
-    """In a process of its own for the same reason."""
+def test_an_injected_fault_is_found(fault: str) -> None:
+    """In a separate process for the same reason."""
     done = subprocess.run([sys.executable, str(FILE), fault], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_a_case_is_its_seed_and_number() -> None:
+def test_a_case_depends_only_on_seed_and_number() -> None:
     for target in (attend, graph):
         assert [case_of(target, 3, n) for n in range(20)] == [case_of(target, 3, n) for n in range(20)]
         assert case_of(target, 3, 0) != case_of(target, 4, 0)
 
 
-def test_every_printed_case_is_the_case() -> None:
+def test_a_printed_case_evaluates_to_the_case() -> None:
     for target in (attend, graph):
         for number in range(50):
             case = case_of(target, SEED, number)
             assert eval(repr(case), {"Case": target.Case}) == case
 
 
-def test_shrinking_keeps_what_matters() -> None:
+def test_shrinking_keeps_the_failure() -> None:
     case = dataclasses.replace(case_of(attend, SEED, 5), queries=9, keys=70, over=(("causal",), ("window", 5, 60)))
     needs = lambda c: c.keys > 12 and ("window", c.over[-1][1], c.over[-1][2]) == c.over[-1] and c.over[-1][2] > 7
     small = shrink(case, lambda c: bool(c.over) and c.over[-1][0] == "window" and needs(c))
     assert small == attend.Case(seed=case.seed, keys=13, over=(("window", 0, 8),))
 
 
-def test_a_bound_of_zero_wants_the_number() -> None:
+def test_a_bound_of_zero_requires_the_exact_number() -> None:
     zero = torch.zeros(3, dtype=torch.float64)
-    assert closeness("way", "what", zero.float(), zero, zero) == 0
+    assert error_ratio("way", "what", zero.float(), zero, zero) == 0
     for wrong in (1e-30, torch.nan, torch.inf):
         with pytest.raises(Mismatch, match="way: what"):
-            closeness("way", "what", torch.tensor([0, wrong, 0]), zero, zero)
+            error_ratio("way", "what", torch.tensor([0, wrong, 0]), zero, zero)
     with pytest.raises(Mismatch, match="shape of what"):
-        closeness("way", "what", zero[:2], zero, zero)
+        error_ratio("way", "what", zero[:2], zero, zero)
 
 
-def test_failures_of_one_fault_are_one_kind() -> None:
+def test_failures_of_one_fault_have_one_kind() -> None:
     assert kind_of(ValueError("3 keys (2, 3)")) == kind_of(ValueError("17 keys (1, 5, 5)"))
     assert kind_of(Mismatch("tiled", "output", "at 3")) == kind_of(Mismatch("tiled", "output", "at 4"))
     assert kind_of(Mismatch("tiled", "output", "")) != kind_of(Mismatch("fused", "output", ""))
 
 
-def test_the_oracle_by_hand() -> None:
-    """Numbers that can be checked on paper."""
+def test_the_oracle_on_hand_computed_examples() -> None:
+    """Numbers that can be computed on paper."""
     s = torch.tensor([[[0.0, np.log(3.0), 5.0]]], dtype=torch.float64)
     allowed = torch.tensor([[[True, True, False]]])
     p, rest = softmax(s, allowed, None)
@@ -99,19 +99,18 @@ def test_the_oracle_by_hand() -> None:
     assert positions.slopes(4) == [2**-2, 2**-4, 2**-6, 2**-8]
     assert positions.slopes(3) == [2**-4, 2**-8, 2**-2]
     assert [positions.bucket(d, 32, 128, True) for d in (0, -1, -7, -8, -127, 1, 8)] == [0, 1, 7, 8, 15, 17, 24]
-    turned = positions.rotations([np.pi / 2], 2, [1.0], False)[0] @ [1.0, 0.0]
-    assert np.allclose(turned, [0.0, 1.0])
+    rotated = positions.rotations([np.pi / 2], 2, [1.0], False)[0] @ [1.0, 0.0]
+    assert np.allclose(rotated, [0.0, 1.0])
 
 
-def test_wrong_arguments(capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_arguments_are_rejected(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments in (["nothing"], ["attend", "--count", "0"], ["attend", "--minutes", "-1"], []):
         with pytest.raises(SystemExit):
             main(arguments)
     assert "must be more than 0" in capsys.readouterr().err
 
 
-def test_every_target_draws() -> None:
-    """Thousands of draws, none of which fails."""
+def test_drawing_never_fails() -> None:
     for target in (attend, graph):
         for number in range(2000):
             assert isinstance(target.draw(random.Random(number)), Case)

@@ -58,7 +58,7 @@ def test_installing(compiler: bool, tmp_path: Path):
     took = said(python, "-c", CALL, cwd=tmp_path)
     if compiler:
         assert "C++ kernels     yes" in doctor
-        assert took.startswith("native")
+        assert took.startswith("edges_native")
     else:
         assert "C++ kernels     no (polyhead was installed without a compiler" in doctor
-        assert "not native: there is none: polyhead was installed without a compiler" in took
+        assert "not edges_native: there are no C++ kernels: polyhead was installed without a compiler" in took

@@ -1,4 +1,4 @@
-"""Public integers: those that are larger than anything they count mean what they say, of whatever kind they are."""
+"""Public integers: values beyond every size behave as no limit, and every integer type is accepted."""
 
 import sys
 
@@ -31,27 +31,27 @@ from polyhead import (
     from_conv,
 )
 from polyhead.inspection import capture, rollout
-from polyhead.kernels import ALONG_KEYS, ON_GRIDS
+from polyhead.kernels import GRID_KERNELS, SEQUENCE_KERNELS
 from polyhead.nn import FeedForward, Transformer
 
 UNLIMITED = [sys.maxsize, 2**62, 10**9, 2**31]
 
 
 def every_kernel(q, k, v, **options):
-    """What each kernel that takes a call gives."""
+    """The outputs of all kernels that accept a call."""
     found = {}
-    for name in {kernel.name for kernel in (*ALONG_KEYS, *ON_GRIDS)}:
+    for name in {kernel.name for kernel in (*SEQUENCE_KERNELS, *GRID_KERNELS)}:
         try:
             found[name] = attend(q, k, v, kernel=name, **options)
         except ValueError as error:
-            # it refuses, or is not for neighbourhoods of this kind
-            assert str(error).startswith("kernel: ")
+            # it refuses the call, or does not support the neighbourhood
+            assert str(error).startswith("kernel ")
     return found
 
 
 @pytest.mark.parametrize("reach", UNLIMITED)
 @pytest.mark.parametrize("queries, keys", [(5, 5), (3, 11), (70, 70)])
-def test_a_window_larger_than_any_sequence_sees_everything(reach, queries, keys):
+def test_window_larger_than_the_sequence_sees_everything(reach, queries, keys):
     q, k, v = (torch.randn(2, 3, n, 4) for n in (queries, keys, keys))
     for over, same in ((Window(reach), Dense()), (Window(reach, 0), Causal()), (Window(2, reach), Window(2, keys))):
         want = attend(q, k, v, over=same, kernel="reference")
@@ -63,7 +63,7 @@ def test_a_window_larger_than_any_sequence_sees_everything(reach, queries, keys)
 
 
 @pytest.mark.parametrize("reach", UNLIMITED)
-def test_a_window_larger_than_any_sequence_joins_others_and_is_looked_at(reach):
+def test_window_larger_than_the_sequence_joins_others_and_has_metrics(reach):
     lengths = Padding(torch.tensor([4, 7]))
     mha, x = MultiHeadAttention(12, 3, position=ALiBi(3)), torch.randn(2, 7, 12)
     out, heads = mha(x, over=Window(reach, 0) & lengths)
@@ -75,30 +75,30 @@ def test_a_window_larger_than_any_sequence_joins_others_and_is_looked_at(reach):
 
 
 @pytest.mark.parametrize("dilation", [4, 2**20, 2**31 - 1])
-def test_a_dilation_beyond_the_grid_leaves_the_query_alone(dilation):
+def test_dilation_beyond_the_grid_leaves_only_the_query(dilation):
     q, k, v = (torch.randn(2, 3, 16, 4) for _ in range(3))
     over = Grid(4, 4, window=3, dilation=dilation)
     found = every_kernel(q, k, v, over=over)
     assert {"grid", "reference"} <= found.keys()
     for name, out in found.items():
         torch.testing.assert_close(out, v, msg=lambda words, name=name: f"{name}: {words}")
-    # one axis of two: the other is seen as it was
+    # along one axis of two: the other axis is unchanged
     mixed = every_kernel(q, k, v, over=Grid(4, 4, window=3, dilation=(1, dilation)))
     for name, out in mixed.items():
         torch.testing.assert_close(out, mixed["reference"], msg=lambda words, name=name: f"{name}: {words}")
 
 
-def test_windows_strides_and_prefixes_as_large_as_can_be():
+def test_largest_windows_strides_and_offsets():
     q, k = torch.randn(1, 16, 4), torch.randn(1, 16, 4)
-    most = 2**31 - 1
-    torch.testing.assert_close(attend(q, k, k, over=Grid(4, 4, window=most)), attend(q, k, k))
-    first = attend(q[:, :1], k, k, over=Grid(4, 4, window=1, stride=most))
+    largest = 2**31 - 1
+    torch.testing.assert_close(attend(q, k, k, over=Grid(4, 4, window=largest)), attend(q, k, k))
+    first = attend(q[:, :1], k, k, over=Grid(4, 4, window=1, stride=largest))
     torch.testing.assert_close(first, k[:, :1])
-    far = Offsets([[most], [-most], [0]], (16,), padding="zeros").index
+    far = Offsets([[largest], [-largest], [0]], (16,), padding="zeros").index
     assert far[:2].eq(-1).all() and far[2, :, 0].tolist() == list(range(16))
 
 
-def test_ids_of_segments_are_any_integers():
+def test_segment_ids_are_any_integers():
     ids = torch.tensor([-(2**63), -(2**63), 2**63 - 1, 0, 0])
     q = torch.randn(1, 5, 4)
     torch.testing.assert_close(
@@ -106,7 +106,7 @@ def test_ids_of_segments_are_any_integers():
     )
 
 
-def test_seeds_of_any_kind():
+def test_seeds_of_any_integer_type():
     q = torch.randn(2, 6, 4)
     same = [attend(q, q, q, dropout=0.5, seed=s) for s in (7, np.int64(7), torch.tensor(7), torch.tensor([7]))]
     for out in same[1:]:
@@ -138,12 +138,12 @@ NUMPY = {
 
 
 @pytest.mark.parametrize("name", NUMPY)
-def test_integers_of_numpy_and_of_torch_are_integers(name):
+def test_numpy_and_torch_integers_are_accepted(name):
     for three in (3, np.int64(3), np.uint8(3), torch.tensor(3)):
         NUMPY[name](three)
 
 
-def test_views_take_integers_of_numpy():
+def test_views_accept_numpy_integers():
     three = np.int64(3)
     mha = MultiHeadAttention(12, 3)
     with capture(mha, layers=[np.int64(0)], heads=[np.int64(1)]) as seen:
@@ -159,7 +159,7 @@ def test_views_take_integers_of_numpy():
     torch.testing.assert_close(rollout(seen, three), rollout(seen, 3))
 
 
-def test_a_size_that_torch_traces_is_not_fixed():
+def test_symbolic_sizes_are_not_specialised():
     def windowed(x):
         return attend(x, x, x, over=Window(x.shape[-2], 0), score=Dot(0.5))
 

@@ -47,7 +47,7 @@ def test_the_layer_equals_the_definition(combine, kv_heads, cross):
 
 
 def test_combine_is_checked():
-    with pytest.raises(ValueError, match="combine: it is 'sum'"):
+    with pytest.raises(ValueError, match=r"combine must be 'project' .*got 'sum'"):
         definition.multi_head(
             np.ones((2, 3)), np.ones((2, 3)), [definition.Head(*[np.ones((3, 2))] * 3)], combine="sum"
         )

@@ -79,6 +79,8 @@ def test_a_graph() -> None:
     for graph in (held["graph"], pickle.loads((FILES / "graph.pickle").read_bytes())):
         assert torch.equal(graph.edge_index, wanted.edge_index) and torch.equal(graph.weights, wanted.weights)
         assert all(torch.equal(a, b) for a, b in zip(graph.csr, wanted.csr, strict=True))
+        # no attribute of the old release is left, here and in what is written again
+        assert vars(graph).keys() == vars(pickle.loads(pickle.dumps(graph))).keys() == vars(wanted).keys()
 
 
 def test_other_neighbourhoods() -> None:

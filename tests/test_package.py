@@ -1,4 +1,4 @@
-"""The package as a whole: its names, its weight, its rooms, its command line."""
+"""The package as a whole: public names, version, import cost, command line."""
 
 import importlib.metadata
 import json
@@ -25,12 +25,12 @@ def test_public_names():
     assert sorted(polyhead.optim.__all__) == ["Adam", "AdamW", "SGD", "check", "groups", "project"]
 
 
-def test_one_version():
+def test_the_version_is_in_the_changelog():
     assert importlib.metadata.version("polyhead") == polyhead.__version__
     assert f"## {polyhead.__version__}" in (ROOT / "CHANGELOG.md").read_text()
 
 
-def test_importing_it_loads_nothing_that_torch_does_not():
+def test_import_loads_no_packages_besides_those_of_torch():
     code = (
         "import sys, torch, numpy, jaxtyping; before = set(sys.modules); import polyhead;"
         "print(__import__('json').dumps(sorted({name.split('.')[0] for name in set(sys.modules) - before})))"
@@ -54,14 +54,14 @@ def run(*arguments, cwd):
 @pytest.mark.parametrize(
     "arguments", [["--version"], ["--help"], ["demo", "--help"], ["inspect", "--help"], ["doctor"]]
 )
-def test_the_command_line_explains_itself(arguments, tmp_path):
+def test_the_command_line_has_help_and_a_version(arguments, tmp_path):
     done = run(*arguments, cwd=tmp_path)
     assert done.returncode == 0
     assert "polyhead" in done.stdout
 
 
-def test_importing_it_is_quick():
-    """Less than 0.3 s of the processor's time more than torch."""
+def test_import_is_fast():
+    """Less than 0.3 s of CPU time more than torch."""
     code = "import torch, time; began = time.process_time(); import polyhead; print(time.process_time() - began)"
 
     def cost():

@@ -22,7 +22,8 @@ import torch
 
 from benchmarks.__main__ import main as benchmark
 from polyhead.cli.main import main
-from polyhead.inspection.report.report import Page, report
+from polyhead.inspection.report.html_page import Page
+from polyhead.inspection.report.report import report
 from polyhead.nn import MultiHeadAttention
 
 if sys.platform == "win32":
@@ -92,14 +93,14 @@ def test_the_command_line_refuses_before_any_work(kind: str, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_experiments_and_benchmarks_refuse_too(
+def test_experiments_and_benchmarks_refuse_before_any_work(
     kind: str, tmp_path: Path, experiments: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     KINDS[kind](tmp_path / "there")
     before = (tmp_path / "there").lstat()
     import common
 
-    with pytest.raises(argparse.ArgumentTypeError, match=f"it must be a regular file or a new one, got a {kind}: "):
+    with pytest.raises(argparse.ArgumentTypeError, match=f"^must be a regular file or a new one, got a {kind}: "):
         common.output_file(str(tmp_path / "there"))
     with pytest.raises(ValueError, match=f"file must be a regular file or a new one.*, got a {kind}: "):
         common.write_whole(tmp_path / "there", b"new")
@@ -124,7 +125,7 @@ def test_links_are_followed(tmp_path: Path) -> None:
     assert [entry.name for entry in real.parent.iterdir()] == ["real.html"]
 
 
-def test_links_that_lead_nowhere(tmp_path: Path) -> None:
+def test_dangling_links(tmp_path: Path) -> None:
     path = tmp_path / "page.html"
     path.symlink_to("new.html")
     PAGE.write(path)
@@ -151,7 +152,7 @@ def umask(mode: int) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("mask", [0o022, 0o077, 0o002])
-def test_modes(mask: int, tmp_path: Path) -> None:
+def test_file_modes_are_preserved(mask: int, tmp_path: Path) -> None:
     """A new file has the mode that the umask leaves, one that is replaced keeps its own, and its owner."""
     with umask(mask):
         PAGE.write(tmp_path / "new.html")
@@ -168,14 +169,14 @@ def test_modes(mask: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["a" * 255, "ü" * 127, " ", "-", "[a-z]*.html", "new\nline", b"\xff.html".decode("utf-8", "surrogateescape")])  # fmt: skip
-def test_names_of_all_kinds(name: str, tmp_path: Path) -> None:
+def test_unusual_file_names(name: str, tmp_path: Path) -> None:
     for text in ("first", "second"):
         Page(text).write(tmp_path / name)
         assert (tmp_path / name).read_text() == text
     assert len(list(tmp_path.iterdir())) == 1
 
 
-def test_half_characters_are_written(tmp_path: Path) -> None:
+def test_lone_surrogates_are_written(tmp_path: Path) -> None:
     _, heads = MultiHeadAttention(8, 2)(torch.randn(3, 8))
     report(heads, tmp_path / "page.html", title=b"\xff.png".decode("utf-8", "surrogateescape"))
     assert r"\udcff.png" in (tmp_path / "page.html").read_text()
@@ -187,16 +188,16 @@ def test_half_characters_are_written(tmp_path: Path) -> None:
 WRITER = """
 import sys
 from polyhead import _files
-from polyhead.inspection.report.report import Page
+from polyhead.inspection.report.html_page import Page
 
-settle = _files.settle
+settle = _files.flush_and_copy_permissions
 
 def waiting(new, place):
     settle(new, place)
     print("written", flush=True)
     sys.stdin.readline()
 
-_files.settle = waiting
+_files.flush_and_copy_permissions = waiting
 Page(sys.argv[2]).write(sys.argv[1])
 """
 
@@ -209,7 +210,7 @@ def writing(path: Path, text: str) -> subprocess.Popen[str]:
     return process
 
 
-def test_what_a_kill_leaves_is_removed_the_next_time(tmp_path: Path) -> None:
+def test_leftovers_of_a_killed_process_are_removed_by_the_next(tmp_path: Path) -> None:
     path = tmp_path / "page.html"
     path.write_text("old")
     killed, alive = writing(path, "killed"), writing(path, "alive")
@@ -227,7 +228,7 @@ def test_what_a_kill_leaves_is_removed_the_next_time(tmp_path: Path) -> None:
     assert [entry.name for entry in tmp_path.iterdir()] == ["page.html"]
 
 
-def test_what_others_have_left_stays(tmp_path: Path) -> None:
+def test_leftovers_of_others_stay(tmp_path: Path) -> None:
     """Only folders of our own, of the same page, that nobody uses."""
     path = tmp_path / "page.html"
     killed = writing(path, "killed")
@@ -250,7 +251,7 @@ def test_what_others_have_left_stays(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, MemoryError])
-def test_an_interrupt_leaves_nothing(error: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_leaves_no_files(error: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "page.html").write_text("old")
 
     def interrupted(handle: int) -> None:
@@ -263,7 +264,7 @@ def test_an_interrupt_leaves_nothing(error: Any, tmp_path: Path, monkeypatch: py
     assert (tmp_path / "page.html").read_text() == "old"
 
 
-def test_two_at_once(tmp_path: Path) -> None:
+def test_two_writers_at_once(tmp_path: Path) -> None:
     """Whoever reads meanwhile, and afterwards, sees one of the pages, whole."""
     script = "import sys; from polyhead.inspection.report.report import Page\nfor _ in range(30): Page(sys.argv[2] * 300_000).write(sys.argv[1])"
     path = tmp_path / "page.html"
@@ -289,7 +290,7 @@ def run(script: str, *arguments: object) -> subprocess.CompletedProcess[str]:
 
 LIMITED = """
 import resource, signal, sys
-from polyhead.inspection.report.report import Page
+from polyhead.inspection.report.html_page import Page
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))
 try:
@@ -299,7 +300,7 @@ except OSError as error:
 """
 
 
-def test_a_file_that_may_not_grow(tmp_path: Path) -> None:
+def test_a_file_size_limit(tmp_path: Path) -> None:
     (tmp_path / "page.html").write_text("old")
     assert run(LIMITED, tmp_path / "page.html").stdout == "OSError File too large\n"
     assert (tmp_path / "page.html").read_text() == "old"
@@ -326,7 +327,7 @@ def test_a_full_disk(disk: Path) -> None:
     assert [entry.name for entry in disk.iterdir()] == ["page.html"]
 
 
-def test_a_disk_that_is_closed(disk: Path) -> None:
+def test_a_read_only_disk(disk: Path) -> None:
     (disk / "page.html").write_text("old")
     subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
     for name in ("page.html", "new.html"):
@@ -337,7 +338,7 @@ def test_a_disk_that_is_closed(disk: Path) -> None:
 
 AS_NOBODY = """
 import os, sys
-from polyhead.inspection.report.report import Page
+from polyhead.inspection.report.html_page import Page
 if os.geteuid() == 0:
     os.setgroups([]); os.setgid(65534); os.setuid(65534)
 try:

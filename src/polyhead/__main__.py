@@ -1,4 +1,4 @@
-"""`python -m polyhead` is `polyhead`."""
+"""Run `polyhead` as `python -m polyhead`."""
 
 from polyhead.cli.main import main
 

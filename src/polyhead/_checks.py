@@ -1,4 +1,4 @@
-"""What a public argument must be: integers, numbers and tensors, checked in one place and in the same words."""
+"""Argument checks: public integers, numbers and tensors, with uniform error messages."""
 
 from __future__ import annotations
 
@@ -11,60 +11,62 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Sizes, counts and distances: what 32 bits hold, so that sums and products of two of them fit in 64.
-LARGEST = 2**31 - 1
-# Heads of an attention: a convolution has one per tap.
-HEADS = 2**20
+# Sizes, counts and distances: 32 bits, so that sums and products of two of them fit in 64.
+LARGEST_INT32 = 2**31 - 1
+# Heads per attention: a convolution has one per tap.
+MAX_HEADS = 2**20
 # Layers of a model.
-LAYERS = 2**16
-# What a tensor of integers holds.
+MAX_LAYERS = 2**16
+# The largest element of an integer tensor.
 LARGEST_INT64 = 2**63 - 1
-# Numbers in one tensor: as many bytes can still be counted.
-_NUMEL = 2**56
-# Characters of a value that an error shows.
-_SHOWN = 60
+# Elements of one tensor: their bytes fit in 64 bits.
+_MAX_NUMEL = 2**56
+# Characters of a value in an error message.
+_MAX_REPR_CHARACTERS = 60
 
 
 class WrongType(TypeError, ValueError):
-    """An argument of the wrong type. It is a `ValueError` too, like the errors for all other arguments."""
+    """An argument of the wrong type: a `TypeError`, and a `ValueError` like all other argument errors."""
 
 
-def check_integer(name: str, value: Any, minimum: int = 1, maximum: int = LARGEST, *, hint: str = "") -> int:
-    """An integer in a range: Python's, NumPy's, a tensor's single element, or a size that torch traces as it compiles.
+def check_integer(name: str, value: Any, minimum: int = 1, maximum: int = LARGEST_INT32, *, hint: str = "") -> int:
+    """An integer in a range: of Python or NumPy, the single element of a tensor, or a symbolic size under torch.compile.
 
     Args:
-        name: what the error calls the argument, with its owner where that is not clear: `"Window: left"`.
-        hint: what to do instead, said after the rule.
+        name: the argument in the error message, with its owner if that is unclear: `"Window: left"`.
+        hint: the remedy, appended to the message.
 
     Raises:
-        WrongType: for anything else, booleans and floats included.
-        ValueError: for an integer outside of the range.
+        WrongType: for other types, booleans and floats included.
+        ValueError: for an integer outside the range.
     """
-    # an index of a size that is traced would fix it; and what torch traces is a tensor's, so in range
+    # converting a symbolic size would specialise it; it is the size of a tensor, so in range
     if isinstance(value, torch.SymInt):
         return value  # type: ignore[return-value]
-    number = value if type(value) is int else _index(value)
+    number = value if type(value) is int else _integer_or_none(value)
     if number is None or not minimum <= number <= maximum:
         kind = WrongType if number is None else ValueError
-        raise kind(f"{name} must be an integer in [{minimum}, {maximum}], got {shown(value)}{_also(hint)}")
+        raise kind(f"{name} must be an integer in [{minimum}, {maximum}], got {short_repr(value)}{_hint_suffix(hint)}")
     return number
 
 
-def check_integers(name: str, values: Any, minimum: int = 1, maximum: int = LARGEST, *, hint: str = "") -> list[int]:
-    """A list of such integers, from whatever can be walked through: a list, a range, a tensor of one axis."""
+def check_integers(
+    name: str, values: Any, minimum: int = 1, maximum: int = LARGEST_INT32, *, hint: str = ""
+) -> list[int]:
+    """A list of integers in a range, from any iterable: a list, a range, a tensor with one axis."""
     if isinstance(values, (str, bytes)) or not isinstance(values, Iterable) or getattr(values, "shape", (0,)) == ():
         raise WrongType(
-            f"{name} must be a list of integers in [{minimum}, {maximum}], got {shown(values)}{_also(hint)}"
+            f"{name} must be a list of integers in [{minimum}, {maximum}], got {short_repr(values)}{_hint_suffix(hint)}"
         )
-    return [check_integer(f"{name}[{place}]", n, minimum, maximum, hint=hint) for place, n in enumerate(values)]
+    return [check_integer(f"{name}[{index}]", n, minimum, maximum, hint=hint) for index, n in enumerate(values)]
 
 
 def is_integer(value: object) -> bool:
-    """Whether `check_integer` takes this for an integer."""
-    return isinstance(value, torch.SymInt) or type(value) is int or _index(value) is not None
+    """Whether `check_integer` accepts the type of a value."""
+    return isinstance(value, torch.SymInt) or type(value) is int or _integer_or_none(value) is not None
 
 
-def _index(value: Any) -> int | None:
+def _integer_or_none(value: Any) -> int | None:
     if isinstance(value, bool) or (isinstance(value, Tensor) and value.dtype == torch.bool):
         return None
     if isinstance(value, int):
@@ -78,80 +80,80 @@ def _index(value: Any) -> int | None:
 def check_number(
     name: str, value: Any, minimum: float, maximum: float = math.inf, ends: str = "[]", *, hint: str = ""
 ) -> float:
-    """A number in an interval, which `ends` says where it is open: `"[)"` is for dropout, from 0 to less than 1.
+    """A number in an interval; `ends` says which ends are open: `"[)"` for dropout, in [0, 1).
 
-    NaN is in no interval, and infinity only in one that is closed there.
+    NaN is always rejected, and infinity unless the interval is closed there.
     """
     if isinstance(value, (torch.SymFloat, torch.SymInt)):
         return value  # type: ignore[return-value]
-    number = value if isinstance(value, float) else _real(value)
+    number = value if isinstance(value, float) else _float_or_none(value)
     at_end = (number == minimum and ends[0] == "[") or (number == maximum and ends[1] == "]")
     if number is None or not (minimum < number < maximum or at_end):
         kind = WrongType if number is None else ValueError
         rule = f"a number in {ends[0]}{minimum:g}, {maximum:g}{ends[1]}"
-        raise kind(f"{name} must be {rule}, got {shown(value)}{_also(hint)}")
+        raise kind(f"{name} must be {rule}, got {short_repr(value)}{_hint_suffix(hint)}")
     return number
 
 
-def _real(value: Any) -> float | None:
+def _float_or_none(value: Any) -> float | None:
     if isinstance(value, bool):
         return None
     if isinstance(value, int):
-        # no float is larger than this
+        # beyond the range of floats
         return float(value) if abs(value) < 2**1023 else math.inf if value > 0 else -math.inf
     if isinstance(value, Tensor):
-        # what is learned would lose its gradient
+        # a parameter would lose its gradient
         real = value.numel() == 1 and not (value.is_complex() or value.dtype == torch.bool or value.requires_grad)
         return float(value) if real else None
     return float(value) if isinstance(value, numbers.Real) else None
 
 
 def check_tensor(name: str, value: object, axes: str, *, hint: str = "") -> Tensor:
-    """A tensor that is neither sparse nor nested; `axes` says which ones it should have, such as `"(..., items, 64)"`."""
+    """A tensor that is neither sparse nor nested. `axes` describes its shape in the message, such as `"(..., items, 64)"`."""
     if not isinstance(value, Tensor):
-        raise WrongType(f"{name} must be a tensor {axes}, got {kind_of(value)}{_also(hint)}")
+        raise WrongType(f"{name} must be a tensor {axes}, got {describe_type(value)}{_hint_suffix(hint)}")
     if value.layout != torch.strided or value.is_nested:
-        what = "nested" if value.is_nested else f"of layout {value.layout}"
-        raise ValueError(f"{name} must be a dense tensor {axes}, got one that is {what}{_also(hint)}")
+        layout = "a nested tensor" if value.is_nested else f"layout {value.layout}"
+        raise ValueError(f"{name} must be a dense tensor {axes}, got {layout}{_hint_suffix(hint)}")
     return value
 
 
 def check_numel(name: str, shape: Sequence[int], *, hint: str = "") -> None:
-    """Raise where a tensor of this shape would have more numbers than torch can count the bytes of."""
-    if math.prod(shape) > _NUMEL:
-        raise ValueError(f"{name} must have at most {_NUMEL} numbers, got shape {tuple(shape)}{_also(hint)}")
+    """Raise if a tensor of this shape is too large: torch could not count its bytes."""
+    if math.prod(shape) > _MAX_NUMEL:
+        raise ValueError(f"{name} must have at most {_MAX_NUMEL} numbers, got shape {tuple(shape)}{_hint_suffix(hint)}")
 
 
-def as_tensor(name: str, value: Any, what: str) -> Tensor:
-    """What was given as a tensor, a list or an array, as a dense tensor where it was."""
+def as_tensor(name: str, value: Any, axes: str) -> Tensor:
+    """A tensor, list or array as a dense tensor; tensors are returned as they are."""
     if isinstance(value, Tensor):
-        return check_tensor(name, value, what)
+        return check_tensor(name, value, axes)
     try:
         return torch.as_tensor(value)
-    # of strings, of lists of different lengths, of integers that fit in no tensor
+    # strings, ragged lists, integers beyond 64 bits
     except (TypeError, ValueError, RuntimeError, OverflowError):
-        raise WrongType(f"{name} must be a tensor {what}, got {shown(value)}") from None
+        raise WrongType(f"{name} must be a tensor {axes}, got {short_repr(value)}") from None
 
 
-def _also(hint: str) -> str:
+def _hint_suffix(hint: str) -> str:
     return f"; {hint}" if hint else ""
 
 
-def shown(value: object) -> str:
-    """A value as an error shows it: on one line, and short."""
-    # of a tensor or an array, what it is like; a single number is written out
+def short_repr(value: object) -> str:
+    """A value in an error message: one short line."""
+    # tensors and arrays are described; single elements are printed
     if getattr(value, "shape", ()):
-        return kind_of(value)
+        return describe_type(value)
     try:
-        written = " ".join(repr(value).split())
-    # Python writes out no integer of thousands of digits, and an object's own way to write itself may fail
+        text = " ".join(repr(value).split())
+    # Python refuses to print integers of thousands of digits, and a custom __repr__ may fail
     except Exception:
-        return kind_of(value)
-    return written if len(written) <= _SHOWN else f"{written[: _SHOWN - 1]}…"
+        return describe_type(value)
+    return text if len(text) <= _MAX_REPR_CHARACTERS else f"{text[: _MAX_REPR_CHARACTERS - 1]}…"
 
 
-def kind_of(value: object) -> str:
-    """What a value is, where it is not of the type that was asked for."""
+def describe_type(value: object) -> str:
+    """The type of a value, with dtype and shape of tensors and arrays."""
     if value is None or isinstance(value, type):
         return "None" if value is None else f"the class {value.__name__}"
     name = type(value).__name__

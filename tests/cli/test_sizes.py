@@ -1,4 +1,4 @@
-"""`polyhead sizes`: exact counts, made by building; what is derived from them; how they are printed."""
+"""`polyhead sizes`: parameter counts of built models, FLOPs and cache derived from them, and the printed table."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 
 import polyhead
 from polyhead.cli.main import main
-from polyhead.cli.sizes import rounded, short, sizes
+from polyhead.cli.sizes import count_model_sizes, format_count, rounds_to_published
 from polyhead.models import bert
 
 COUNTS = {
@@ -41,41 +41,41 @@ COUNTS = {
     "tinyllama": 1_100_048_384,
     "mistral-7b": 7_241_732_096,
 }
-# where the published figure is another: Turc counts a head, Llama's card cuts digits off, Mistral says 7.3B
-OTHERS = ["bert-mini", "bert-small", "bert-medium", "llama3.2-1b", "mistral-7b"]
+# sizes whose published number differs: Turc counts a head, Llama's card truncates digits, Mistral says 7.3B
+DIFFERENT = ["bert-mini", "bert-small", "bert-medium", "llama3.2-1b", "mistral-7b"]
 
 
-def test_counts() -> None:
-    assert {size.name: size.parameters for size in sizes()} == COUNTS
-    assert [size.name for size in sizes() if size.equal is False] == OTHERS
+def test_parameter_counts() -> None:
+    assert {size.name: size.parameters for size in count_model_sizes()} == COUNTS
+    assert [size.name for size in count_model_sizes() if size.equal is False] == DIFFERENT
 
 
-def test_counts_stand_nowhere_in_the_source() -> None:
+def test_counts_are_not_hard_coded() -> None:
     source = "".join(path.read_text() for path in Path(polyhead.__file__).parent.rglob("*.py"))
     digits = re.sub(r"(?<=\d)[_,](?=\d)", "", source)
     assert [name for name, count in COUNTS.items() if str(count) in digits] == []
 
 
-def test_turc_counts_the_head_for_masked_words() -> None:
+def test_turc_counts_the_masked_lm_head() -> None:
     for name in ("tiny", "mini", "small", "medium"):
         with torch.device("meta"):
             model = bert.Bert(bert.SIZES[name]._replace(masked_lm=True))
-        assert rounded(sum(p.numel() for p in model.parameters()), bert.PUBLISHED[name])
+        assert rounds_to_published(sum(p.numel() for p in model.parameters()), bert.PUBLISHED_PARAMETERS[name])
 
 
-def test_what_is_derived() -> None:
+def test_flops_and_cache() -> None:
     small, xl, llama, mistral, base = (
-        next(sizes([name])) for name in ("gpt2-small", "gpt2-xl", "llama3-8b", "mistral", "bert-base")
+        next(count_model_sizes([name])) for name in ("gpt2-small", "gpt2-xl", "llama3-8b", "mistral", "bert-base")
     )
-    # 12 d² a layer, and the head
+    # 12 d² per layer, and the head
     assert small.flops == 2 * (12 * 12 * 768**2 + 50257 * 768)
     assert small.attention_flops == 4 * 12 * 768 * 1024
     assert small.cache_bytes == 2 * 12 * 768 * 2
     assert (llama.kv_heads, llama.cache_bytes) == (8, 2 * 32 * 8 * 128 * 2)
     assert mistral.keys == 4096
     assert (base.cache_bytes, base.flops) == (None, 2 * 12 * 12 * 768**2)
-    assert next(sizes(["gpt2-xl"], context=100)).attention_flops == 4 * 48 * 1600 * 100
-    assert next(sizes(["gpt2-xl"], context=10**6)) == xl
+    assert next(count_model_sizes(["gpt2-xl"], context=100)).attention_flops == 4 * 48 * 1600 * 100
+    assert next(count_model_sizes(["gpt2-xl"], context=10**6)) == xl
 
 
 @pytest.mark.parametrize(
@@ -85,16 +85,27 @@ def test_what_is_derived() -> None:
         (1_557_611_200, "1.5B", False), (1_557_611_200, "1558M", True), (1_235_814_400, "1.23B", False), (95, "0.1K", True),
     ],
 )  # fmt: skip
-def test_rounding(count: int, published: str, equal: bool) -> None:
-    assert rounded(count, published) is equal
+def test_rounds_to(count: int, published: str, equal: bool) -> None:
+    assert rounds_to_published(count, published) is equal
 
 
-def test_short() -> None:
+def test_format_count() -> None:
     numbers = (0, 7, 999, 1000, 36_864, 999_499, 999_500, 124_439_808, 174_604_259_328, 10**16)
-    assert [short(n) for n in numbers] == ["0", "7", "999", "1K", "36.9K", "999K", "1M", "124M", "175B", "1e+04T"]
+    assert [format_count(n) for n in numbers] == [
+        "0",
+        "7",
+        "999",
+        "1K",
+        "36.9K",
+        "999K",
+        "1M",
+        "124M",
+        "175B",
+        "1e+04T",
+    ]
 
 
-def test_the_table(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_table(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("rich", reason="pip install 'polyhead[inspect]'")
     monkeypatch.setenv("COLUMNS", "70")
     main(["sizes"])
@@ -108,14 +119,14 @@ def test_the_table(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monke
     assert rows["bert-base"][-1] == "–"
     assert rows["bert-minilm-l6"][6:8] == ["–", "–"]
     assert "\x1b" not in shown
-    assert "2 x the weights that it is multiplied with" in shown and "float16 or bfloat16" in shown
+    assert "2 x the weights that a token is multiplied by" in shown and "float16 or bfloat16" in shown
 
 
 @pytest.mark.parametrize("columns", [20, 40, 80, 120, 200])
-def test_no_terminal_is_too_narrow_for_a_number(
+def test_narrow_terminals_drop_columns_and_truncate_nothing(
     columns: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Less important columns are left out, and said to be; what is shown is whole."""
+    """Less important columns are dropped, and a note names them; the others are complete."""
     pytest.importorskip("rich", reason="pip install 'polyhead[inspect]'")
     monkeypatch.setenv("COLUMNS", str(columns))
     monkeypatch.setenv("FORCE_COLOR", "1")
@@ -128,35 +139,35 @@ def test_no_terminal_is_too_narrow_for_a_number(
     numbers = {row.split()[0]: re.findall(r"[\d,]{9,}", row)[0] for row in rows}
     assert numbers == {name: f"{COUNTS[name]:,}" for name in names}
     assert columns < 40 or max(map(len, (head, *rows))) <= columns
-    assert ("Not shown, for want of room:" in " ".join(shown.split())) == (columns < 140)
-    assert ("cache a token" in head) == (columns >= 80) and ("equal" in head) == (columns >= 120)
+    assert ("Hidden, as the terminal is too narrow:" in " ".join(shown.split())) == (columns < 140)
+    assert ("cache per token" in head) == (columns >= 80) and ("equal" in head) == (columns >= 120)
 
 
-def test_names_in_capitals() -> None:
-    assert [size.name for size in sizes(["GPT2-XL", "Mistral"])] == ["gpt2-xl", "mistral-7b"]
+def test_names_are_case_insensitive() -> None:
+    assert [size.name for size in count_model_sizes(["GPT2-XL", "Mistral"])] == ["gpt2-xl", "mistral-7b"]
 
 
-def written_to(out: int, *arguments: str) -> tuple[int, str]:
-    """The exit code and what is said, where the output goes to this file."""
+def run_with_output(out: int, *arguments: str) -> tuple[int, str]:
+    """The exit code and stderr of a run whose stdout is this file descriptor."""
     command = [sys.executable, "-m", "polyhead", "sizes", "gpt2", *arguments]
     done = subprocess.run(command, stdout=out, stderr=subprocess.PIPE, text=True)
     os.close(out)
     return done.returncode, done.stderr
 
 
-def test_a_pipe_that_nobody_reads() -> None:
+def test_closed_pipe_is_silent() -> None:
     reader, writer = os.pipe()
     os.close(reader)
-    assert written_to(writer, "--json") == (1, "")
+    assert run_with_output(writer, "--json") == (1, "")
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no full device here")
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="/dev/full is missing")
 @pytest.mark.parametrize("arguments", [[], ["--json"]])
-def test_a_disk_that_is_full(arguments: list[str]) -> None:
+def test_full_disk_is_an_error(arguments: list[str]) -> None:
     if not arguments:
         pytest.importorskip("rich", reason="pip install 'polyhead[inspect]'")
     message = "polyhead sizes: the output cannot be written: No space left on device\n"
-    assert written_to(os.open("/dev/full", os.O_WRONLY), *arguments) == (1, message)
+    assert run_with_output(os.open("/dev/full", os.O_WRONLY), *arguments) == (1, message)
 
 
 def test_json(capsys: pytest.CaptureFixture[str]) -> None:
@@ -166,8 +177,8 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert [size["name"] for size in others] == ["llama2-70b", "llama3-70b"]
 
 
-def test_it_is_quick() -> None:
-    """In a process of its own: all are built within seconds, without torch's compiler, and without rich for JSON."""
+def test_runtime_and_imports() -> None:
+    """In a new process all sizes are built within seconds, without torch's compiler, and without rich for JSON."""
     code = (
         "import sys, time\nfrom polyhead.cli.main import main\nstart = time.perf_counter()\nmain(['sizes', '--json'])\n"
         "print(time.perf_counter() - start, file=sys.stderr)\n"
@@ -181,11 +192,14 @@ def test_it_is_quick() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["gpt5"], "polyhead sizes: no size has 'gpt5' in its name; there are bert-base, .*, mistral-7b"),
+        (
+            ["gpt5"],
+            "polyhead sizes: NAME must be part of the name of a size, got 'gpt5'; there are bert-base, .*, mistral-7b",
+        ),
         (["--context", "0"], r"polyhead sizes: --context must be an integer in \[1, 2147483647\], got 0"),
     ],
 )
-def test_what_is_wrong_is_said(arguments: list[str], message: str) -> None:
+def test_error_messages(arguments: list[str], message: str) -> None:
     with pytest.raises(SystemExit, match=message):
         main(["sizes", *arguments])
 
@@ -193,6 +207,6 @@ def test_what_is_wrong_is_said(arguments: list[str], message: str) -> None:
 def test_without_rich(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "rich.console", None)
     with pytest.raises(
-        SystemExit, match=r"polyhead sizes: tables are printed with rich: pip install 'polyhead\[inspect\]'"
+        SystemExit, match=r"polyhead sizes: printing the table requires rich: pip install 'polyhead\[inspect\]'"
     ):
         main(["sizes", "gpt2-small"])

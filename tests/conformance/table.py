@@ -1,6 +1,6 @@
-"""The table of everything that can be combined: one row a neighbourhood, position, option, layout and dtype.
+"""The table of all combinations: one row per neighbourhood, position, option, layout and dtype.
 
-Every size is a prime of its own, so that two swapped axes cannot pass.
+The sizes of most axes differ, so that two swapped axes cannot pass.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Layout:
         )
 
     def _plain(self, heads: int, items: int, dim: int, dtype: torch.dtype) -> Tensor:
-        # as a layer hands them over: items before heads in memory
+        # as a layer passes them: items before heads in memory
         x = torch.randn(*self.batch, items, heads, dim).to(dtype).requires_grad_()
         return x.transpose(-3, -2)
 
@@ -122,7 +122,7 @@ POSITIONS: dict[str, Callable[[Layout], Position | None]] = {
 
 @dataclass(frozen=True)
 class Option:
-    """What else a call may ask for."""
+    """Further arguments of a call."""
 
     sink: bool = False
     bias: bool = False
@@ -148,7 +148,7 @@ OPTIONS = {
     "scale": Option(scale=1.0),
 }
 
-# how far a fast kernel may be from the reference, relative to the largest number
+# the tolerance of fast kernels against the reference, relative to the largest number
 DTYPES = {torch.float64: 1e-11, torch.float32: 2e-5, torch.bfloat16: 4e-2, torch.float16: 6e-3}
 
 
@@ -176,6 +176,6 @@ def rows() -> list[Row]:
         for o in OPTIONS
         for layout in LAYOUTS
         for dtype in DTYPES
-        # a scale acts the same with and without a position
+        # a scale has the same effect with and without a position
         if (dtype == torch.float32 or layout in some) and (o != "scale" or p == "none")
     ]

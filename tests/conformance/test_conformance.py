@@ -11,16 +11,16 @@ import polyhead
 import polyhead.numpy as definition
 from polyhead import attend, attention_weights, explain
 from polyhead._torch import native
-from polyhead.kernels import ALONG_KEYS, short, tiled
+from polyhead.kernels import SEQUENCE_KERNELS, short, tiled
 from polyhead.neighbourhood import Neighbourhood
 
 ROWS = rows()
-# whose intervals differ from row to row of a batch
+# neighbourhoods whose intervals differ between the rows of a batch
 APART = ("padding-right", "padding-left-self", "padding-holes", "mask", "causal-window-padding")
 
 
 class Built:
-    """A row of the table with its tensors made."""
+    """The tensors of a row of the table."""
 
     def __init__(self, row: Row) -> None:
         torch.manual_seed(sum(map(ord, str(row))))
@@ -50,7 +50,7 @@ class Built:
 
 
 def expected_kernel(row: Row, built: Built) -> str:
-    """The rule by which a kernel is chosen, said once more in other words."""
+    """The rule by which a kernel is chosen, written independently."""
     layout = built.layout
     if 0 in (*layout.batch, layout.queries, layout.keys):
         return "reference"
@@ -64,7 +64,7 @@ def expected_kernel(row: Row, built: Built) -> str:
     sooner = narrow and pairs >= 2**18 and row.dtype == torch.float32 and native is not None
     if unmasked and not biased and not padded and not sooner and row.option not in ("sink", "dropout"):
         return "fused"
-    few = layout.keys * max(layout.dim, layout.value_dim) <= short.FEW
+    few = layout.keys * max(layout.dim, layout.value_dim) <= short.MAX_KEY_NUMBERS
     return "short" if few and built.over.exact and not biased and native is not None else "tiled"
 
 
@@ -85,21 +85,21 @@ def test_kernels_equal_the_reference(row: Row, monkeypatch: pytest.MonkeyPatch):
     reference = built.attend("reference")
     assert reference.dtype == row.dtype
     towards = torch.randn_like(reference)
-    wanted = [reference, *built.gradients(reference, towards)]
-    for kernel in [k.name for k in ALONG_KEYS if k.name not in {*said.refused, "reference"}]:
+    expected = [reference, *built.gradients(reference, towards)]
+    for kernel in [k.name for k in SEQUENCE_KERNELS if k.name not in {*said.refused, "reference"}]:
         out = built.attend(kernel)
         got = [out, *built.gradients(out, towards)]
         names = ["out", *(f"gradient {i}" for i in range(len(got) - 1))]
-        wrong = [n for n, a, b in zip(names, got, wanted, strict=True) if differs(a, b, DTYPES[row.dtype])]
+        wrong = [n for n, a, b in zip(names, got, expected, strict=True) if differs(a, b, DTYPES[row.dtype])]
         assert not wrong, f"{kernel}: {wrong}"
     chosen = built.attend(None)
     assert torch.equal(chosen, built.attend(said.kernel))
     if "tiled" not in said.refused and row.neighbourhood in APART:
-        # rows of the batch that differ: each in tiles of its own, as where they are large
-        monkeypatch.setattr(tiled, "SMALL", 0)
+        # rows of the batch that differ get their own tiles, as large rows do
+        monkeypatch.setattr(tiled, "MIN_WORK_PER_ROW", 0)
         out = built.attend("tiled")
         got = [out, *built.gradients(out, towards)]
-        assert not any(differs(a, b, DTYPES[row.dtype]) for a, b in zip(got, wanted, strict=True))
+        assert not any(differs(a, b, DTYPES[row.dtype]) for a, b in zip(got, expected, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -120,8 +120,8 @@ def test_the_reference_equals_numpy(row: Row):
     )
     for b in range(layout.batch[0]):
         for h in range(layout.heads):
-            Q, K, V = _placed(row, q[b, h], layout.keys - layout.queries), k[b, h // group], v[b, h // group]
-            K = _placed(row, K, 0)
+            Q, K, V = _rotated(row, q[b, h], layout.keys - layout.queries), k[b, h // group], v[b, h // group]
+            K = _rotated(row, K, 0)
             options = {
                 "allowed": allowed[b, h].numpy(),
                 "bias": _bias(row, built, h),
@@ -132,7 +132,7 @@ def test_the_reference_equals_numpy(row: Row):
             np.testing.assert_allclose(out[b, h].numpy(), definition.attention(Q, K, V, **options), atol=1e-12)
 
 
-def _placed(row: Row, x: np.ndarray, start: int) -> np.ndarray:
+def _rotated(row: Row, x: np.ndarray, start: int) -> np.ndarray:
     if row.position == "rotary":
         return definition.rotary(x, start)
     if row.position == "rotary-partial":
@@ -158,7 +158,7 @@ def test_every_neighbourhood_and_position_is_in_the_table():
     used = {type(make(layout)) for make in NEIGHBOURHOODS.values()}
     public = {
         kind for kind in vars(polyhead).values() if isinstance(kind, type) and issubclass(kind, Neighbourhood)
-    } - {Neighbourhood, polyhead.Graph, polyhead.Grid, polyhead.Offsets}  # graphs and grids have tables of their own
+    } - {Neighbourhood, polyhead.Graph, polyhead.Grid, polyhead.Offsets}  # graphs and grids have their own tables
     assert public <= used
     used = {type(make(layout)) for make in POSITIONS.values()}
     public = {

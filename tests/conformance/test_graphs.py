@@ -1,4 +1,4 @@
-"""Every kernel that goes along edges against the definition on dense masks, in value and gradient."""
+"""Every kernel along edges against the definition on dense masks, in value and gradient."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor
 import polyhead
 from polyhead import GAT, Dot, GATv2, Graph, Score, attend, attention_weights, explain
 from polyhead._torch import native
-from polyhead.kernels.dropout import keeps
+from polyhead.kernels.dropout import keep_mask
 
 HEADS = 3
 
@@ -47,7 +47,7 @@ GRAPHS: dict[str, Callable[[], tuple[Tensor, tuple[int, int]]]] = {
 
 
 class Shifted(Score):
-    """A score that no kernel knows."""
+    """A score that no fast kernel has code for."""
 
     def forward(self, q: Tensor, k: Tensor) -> Tensor:
         return -(q[..., :, None, :] - k[..., None, :, :]).square().mean(-1)
@@ -72,7 +72,7 @@ class Layout:
     key_heads: int = HEADS
     dim: int = 10
     value_dim: int = 10
-    # values are the keys, as where a layer has one projection for both
+    # values are the keys, as in a layer with one projection for both
     tied: bool = False
     strided: bool = False
 
@@ -122,7 +122,7 @@ def rows() -> list[Row]:
 
 
 class Built:
-    """A row of the table with its tensors made."""
+    """The tensors of a row of the table."""
 
     def __init__(self, row: Row) -> None:
         torch.manual_seed(sum(map(ord, str(row))))
@@ -161,7 +161,7 @@ class Built:
         )  # fmt: skip
 
     def definition(self) -> tuple[Tensor, Tensor]:
-        """Dense attention in which every edge is a key of its own: the output, and the weights (..., heads, edges)."""
+        """Dense attention in which every edge is its own key: the output, and the weights (..., heads, edges)."""
         wide = torch.promote_types(self.q.dtype, torch.float32)
         q, k, v = (x.to(wide) for x in (self.q, self.k, self.v))
         k, v = (x.repeat_interleave(HEADS // x.shape[-3], -3)[..., self.source, :] for x in (k, v))
@@ -183,13 +183,13 @@ class Built:
             number = torch.arange(p.shape[:-2].numel()).reshape(*p.shape[:-2], 1, 1)
             p = (
                 p
-                * keeps(torch.tensor(5), number, torch.arange(self.nodes[1])[:, None], self.source, self.dropout)
+                * keep_mask(torch.tensor(5), number, torch.arange(self.nodes[1])[:, None], self.source, self.dropout)
                 / 0.7
             )
         return p @ v, by_edge
 
     def _scores(self, q: Tensor, k: Tensor, wide: torch.dtype) -> Tensor:
-        """Before the neighbourhood: (..., heads, destinations, edges)."""
+        """Scores before masking: (..., heads, destinations, edges)."""
         if self.features is None:
             with torch.autocast("cpu", enabled=False):
                 return self.score(q, k)
@@ -211,7 +211,7 @@ class Built:
 
 
 def expected_kernel(row: Row) -> str:
-    return "native" if native is not None and row.score != "other" and row.option != "bias" else "edges"
+    return "edges_native" if native is not None and row.score != "other" and row.option != "bias" else "edges_torch"
 
 
 @pytest.mark.parametrize("row", rows(), ids=str)
@@ -231,7 +231,7 @@ def test_kernels_equal_the_definition(row: Row):
     wanted, weights = built.definition()
     towards = torch.randn_like(wanted)
     expected = [wanted, *built.gradients(wanted, towards)]
-    for kernel in {said.kernel, "edges"}:
+    for kernel in {said.kernel, "edges_torch"}:
         out = built.attend(kernel)
         assert out.dtype == row.dtype
         got = [out, *built.gradients(out, towards.to(row.dtype))]
@@ -255,11 +255,11 @@ def test_the_reference_sees_a_graph_as_a_mask(graph: str, score: str, dropout: f
     assert not differs(masked, built.attend(None), 1e-11)
 
 
-def test_the_reference_refuses_what_a_mask_cannot_say():
+def test_the_reference_refuses_graphs_that_are_more_than_a_mask():
     for option, reason in (("weights", "nothing else of a Graph"), ("bias", "nothing else of a Graph")):
         with pytest.raises(ValueError, match=reason):
             Built(Row("random", "gat", "plain", option)).attend("reference")
-    with pytest.raises(ValueError, match="an edge is there twice"):
+    with pytest.raises(ValueError, match="the graph has duplicate edges"):
         Built(Row("duplicates", "gat", "plain", "plain")).attend("reference")
 
 

@@ -36,7 +36,7 @@ from polyhead import (
     explain,
 )
 from polyhead._torch import native
-from polyhead.kernels import Call, Kernel, kernels
+from polyhead.kernels import Call, Kernel, candidate_kernels
 from polyhead.neighbourhood import Sizes
 
 HEADS, DIM = 3, 12
@@ -79,7 +79,7 @@ GRIDS: dict[str, Callable[[], Neighbourhood]] = {
     "offsets-padded": lambda: Offsets([(0, 0), (-1, 2), (3, -1)], (5, 7)) & Padding([35, 12]),
 }  # fmt: skip
 
-# what the offsets above were made of, by head
+# the offsets above, by head
 OFFSETS: dict[str, list[list[tuple[int, ...]]]] = {
     repr(GRIDS[name]()): heads
     for name, heads in {
@@ -102,7 +102,7 @@ POSITIONS: dict[str, Callable[[int], Position | None]] = {
     "quadratic-zeros": lambda axes: QuadraticOffset(torch.randn(HEADS, axes), padding="zeros"),
     "quadratic-circular": lambda axes: QuadraticOffset(2 * torch.randn(HEADS, axes), padding="circular"),
     "quadratic-reflect": lambda axes: QuadraticOffset(2 * torch.randn(HEADS, axes), padding="reflect"),
-    # counts items along the sequence that they also are
+    # counts items along the flattened sequence
     "alibi": lambda axes: ALiBi(HEADS),
 }
 APART = (
@@ -141,7 +141,7 @@ class Row:
 
 
 def _exactly(grid: str, position: str) -> torch.dtype:
-    """Over one key a query the gradient of a far quadratic is zero, but for its large numbers times the rounding."""
+    """With one key per query the gradient of a distant quadratic is zero up to rounding, which its large numbers magnify."""
     return torch.float64 if grid.startswith("offsets") and position.startswith("quadratic") else torch.float32
 
 
@@ -153,12 +153,12 @@ ROWS = [
 
 
 class Built:
-    """A row of the table with its tensors made."""
+    """The tensors of a row of the table."""
 
     def __init__(self, row: Row, batch: int = 2) -> None:
         torch.manual_seed(sum(map(ord, str(row))))
         self.over = GRIDS[row.grid]()
-        lattice = self.over.grid
+        lattice = self.over.lattice
         assert lattice is not None
         queries, keys = math.prod(lattice.outputs) + lattice.prefix, math.prod(lattice.sizes) + lattice.prefix
         make = lambda items: torch.randn(batch, items, HEADS, DIM).to(row.dtype).requires_grad_().transpose(1, 2)
@@ -178,7 +178,7 @@ class Built:
 
     def kernels(self) -> tuple[Kernel, ...]:
         q, k, v = self.tensors
-        return kernels(Call(q, k, v, self.over, self.score))
+        return candidate_kernels(Call(q, k, v, self.over, self.score))
 
     def gradients(self, out: Tensor, towards: Tensor) -> tuple[Tensor, ...]:
         return torch.autograd.grad(out, self.learned, towards, allow_unused=True, materialize_grads=True)
@@ -192,7 +192,7 @@ def test_kernels_equal_the_reference(row: Row):
     reference = built.attend("reference")
     assert reference.dtype == row.dtype
     towards = torch.randn_like(reference)
-    wanted = [reference, *built.gradients(reference, towards)]
+    expected = [reference, *built.gradients(reference, towards)]
     for kernel in [k.name for k in built.kernels() if k.name not in {*said.refused, "reference"}]:
         try:
             out = built.attend(kernel)
@@ -200,7 +200,7 @@ def test_kernels_equal_the_reference(row: Row):
             assert "refuses this call" in str(error)
             continue
         got = [out, *built.gradients(out, towards)]
-        wrong = [i for i, (a, b) in enumerate(zip(got, wanted, strict=True)) if differs(a, b, DTYPES[row.dtype])]
+        wrong = [i for i, (a, b) in enumerate(zip(got, expected, strict=True)) if differs(a, b, DTYPES[row.dtype])]
         assert not wrong, f"{kernel}: {wrong}"
     assert torch.equal(built.attend(None), built.attend(said.kernel))
 
@@ -213,15 +213,15 @@ def test_kernels_equal_the_reference(row: Row):
         (Row("plane", "relative"), "grid"),
         (Row("plane", "alibi", option="dropout"), "grid"),
         (Row("space", option="sink"), "grid"),
-        (Row("plane", score="gat"), "pairs"),
+        (Row("plane", score="gat"), "windows"),
         (Row("strided", "relative", score="gatv2"), "reference"),
-        (Row("strided", score="gatv2"), "pairs"),
-        (Row("strided"), "pairs"),
-        (Row("line-strided-window", option="dropout"), "pairs"),
+        (Row("strided", score="gatv2"), "windows"),
+        (Row("strided"), "windows"),
+        (Row("line-strided-window", option="dropout"), "windows"),
         (Row("rows", "relative"), "tiled"),
         (Row("rows"), "grid"),
-        (Row("prefix"), "pairs"),
-        (Row("prefix", "rotary"), "pairs"),
+        (Row("prefix"), "windows"),
+        (Row("prefix", "rotary"), "windows"),
         (Row("prefix-all", "rotary"), "fused"),
         (Row("offsets"), "offsets"),
         (Row("offsets-strided", score="gat"), "offsets"),
@@ -234,7 +234,7 @@ def test_kernels_equal_the_reference(row: Row):
     ids=str,
 )
 @pytest.mark.skipif(native is None, reason="there are no C++ kernels")
-def test_which_kernel(row: Row, kernel: str):
+def test_which_kernel_is_chosen(row: Row, kernel: str):
     built = Built(row)
     options = {name: value for name, value in built.options.items() if name != "seed"}
     said = explain(*built.tensors, over=built.over, score=built.score, position=built.position, **options)
@@ -245,7 +245,7 @@ Point = tuple[int, ...]
 
 
 def _allowed(over: Neighbourhood, head: int, query: Point | None, key: Point | None) -> bool:
-    """The definition in words of its own: points, not numbers; None stands nowhere."""
+    """The definition, written independently in coordinates; None has no coordinates."""
     if query is None or key is None:
         return True
     if isinstance(over, Offsets):
@@ -259,7 +259,7 @@ def _allowed(over: Neighbourhood, head: int, query: Point | None, key: Point | N
 
 
 def _folded(over: Offsets, query: tuple[int, ...], offset: tuple[int, ...]) -> tuple[int, ...] | None:
-    """The point that a query sees there, as numpy.pad would put it."""
+    """The point that a query sees at an offset, with the padding modes of numpy.pad."""
     found = []
     for q, stride, apart, n in zip(query, over.stride, offset, over.sizes, strict=True):
         mode = {"zeros": "constant", "replicate": "edge", "circular": "wrap", "reflect": "reflect"}[over.padding]
@@ -278,7 +278,7 @@ def _number(point: tuple[int, ...], sizes: tuple[int, ...]) -> int:
 )
 def test_the_reference_equals_numpy_point_by_point(name: str, position: str):
     built = Built(Row(name, position, dtype=torch.float64), batch=1)
-    over, lattice = built.over, built.over.grid
+    over, lattice = built.over, built.over.lattice
     assert lattice is not None
     nowhere: list[Point | None] = [None] * lattice.prefix
     queries = nowhere + list(itertools.product(*map(range, lattice.outputs)))
@@ -293,7 +293,7 @@ def test_the_reference_equals_numpy_point_by_point(name: str, position: str):
         Q, K, V = (x[0, h].detach().numpy() for x in built.tensors)
         at = [q and tuple(a * s for a, s in zip(q, lattice.stride, strict=True)) for q in queries]
         if position == "rotary":
-            Q, K = (_turned(x, places, len(lattice.sizes)) for x, places in ((Q, at), (K, keys)))
+            Q, K = (_rotated(x, places, len(lattice.sizes)) for x, places in ((Q, at), (K, keys)))
         bias = np.array([[_added(built.position, h, q, k, lattice.sizes) for k in keys] for q in at])
         np.testing.assert_allclose(weights[h].numpy(), definition.weights(Q, K, allowed=allowed, bias=bias), atol=1e-12)
         np.testing.assert_allclose(
@@ -301,8 +301,8 @@ def test_the_reference_equals_numpy_point_by_point(name: str, position: str):
         )
 
 
-def _turned(x: np.ndarray, points: list[Point | None], axes: int) -> np.ndarray:
-    """Each part of the features turned by the point's place along one axis; what stands nowhere, not at all."""
+def _rotated(x: np.ndarray, points: list[Point | None], axes: int) -> np.ndarray:
+    """Each part of the features rotated by the coordinate along one axis; items without coordinates are not rotated."""
     parts = np.split(x, axes, axis=1)
     rows = [
         np.concatenate(
@@ -341,8 +341,8 @@ def _added(position: Position | None, head: int, query: Point | None, key: Point
     return 0.0
 
 
-def test_the_table_holds_all_that_is_public():
-    used = {type(part) for make in GRIDS.values() for part in polyhead.neighbourhood.parts(make())}
+def test_every_public_option_is_in_the_table():
+    used = {type(part) for make in GRIDS.values() for part in polyhead.neighbourhood.intersection_parts(make())}
     assert {Grid, Offsets} <= used
     with_axes = {type(p) for make in POSITIONS.values() if (p := make(2)) is not None and p.axes is not None}
     assert with_axes == {Rotary, RelativeBias, QuadraticOffset}

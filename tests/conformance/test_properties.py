@@ -1,4 +1,4 @@
-"""Combinations that nobody wrote down: drawn at random, every kernel against the reference."""
+"""Random combinations of arguments: every kernel against the reference."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from polyhead import (
     explain,
 )
 from polyhead.kernels import tiled
-from polyhead.kernels.tiles import plan
+from polyhead.kernels.tiles import plan_tiles
 from polyhead.neighbourhood import Neighbourhood, Sizes
 
 
 @st.composite
 def neighbourhoods(draw: st.DrawFn, batch: int, queries: int, keys: int) -> Neighbourhood:
-    """A join of up to three neighbourhoods that fit these sizes."""
+    """The intersection of up to three neighbourhoods that fit these sizes."""
     seed = draw(st.integers(0, 10**6))
     random = torch.Generator().manual_seed(seed)
     over: Neighbourhood = Dense()
@@ -81,8 +81,8 @@ def test_any_call_equals_the_reference(data: st.DataObject, size, heads):
     if position is not None:
         position = position.to(torch.float64)
     options = {"over": over, "position": position, "sink": sink, "dropout": dropout, "seed": 3}
-    # the rows of a batch in one tile, or each in its own
-    with mock.patch.object(tiled, "SMALL", data.draw(st.sampled_from([0, tiled.SMALL]))):
+    # the rows of a batch in one tile, or in their own tiles
+    with mock.patch.object(tiled, "MIN_WORK_PER_ROW", data.draw(st.sampled_from([0, tiled.MIN_WORK_PER_ROW]))):
         _equal(q, k, v, options, data.draw(st.sampled_from([None, "tiled"])))
 
 
@@ -97,8 +97,8 @@ def _equal(q, k, v, options, kernel=None):
 
 @settings(max_examples=200, deadline=None)
 @given(data=st.data(), size=sizes)
-def test_intervals_and_tiles_lose_no_pair(data: st.DataObject, size):
-    """What is allowed lies in the interval, the interval in the tiles; an exact interval is the predicate itself."""
+def test_intervals_and_tiles_contain_every_allowed_pair(data: st.DataObject, size):
+    """Allowed pairs lie in the interval, the interval lies in the tiles, and an exact interval equals the predicate."""
     batch, queries, keys = size
     over = data.draw(neighbourhoods(batch, queries, keys))
     allowed = over.mask(Sizes((batch,), 1, queries, keys), torch.device("cpu")).expand(batch, 1, queries, keys)[:, 0]
@@ -111,7 +111,7 @@ def test_intervals_and_tiles_lose_no_pair(data: st.DataObject, size):
         assert torch.equal(inside, allowed)
 
     covered = torch.zeros(batch, queries, keys, dtype=torch.int)
-    for tile in plan(first.numpy(), stop.numpy(), batch, block=16, whole=data.draw(st.booleans())):
+    for tile in plan_tiles(first.numpy(), stop.numpy(), batch, block=16, whole=data.draw(st.booleans())):
         part = (slice(tile.b0, tile.b1), slice(tile.q0, tile.q1), slice(tile.k0, tile.k1))
         covered[part] += 1
         if tile.shape == "full":
@@ -125,7 +125,7 @@ def test_intervals_and_tiles_lose_no_pair(data: st.DataObject, size):
 @settings(max_examples=150, deadline=None)
 @given(data=st.data())
 def test_any_graph_equals_dense_attention(data: st.DataObject):
-    """Every kernel along edges, against dense attention in which each edge is a key of its own."""
+    """Every kernel along edges against dense attention in which each edge is its own key."""
     torch.manual_seed(data.draw(st.integers(0, 10**6)))
     sources, destinations = data.draw(st.integers(1, 40)), data.draw(st.integers(1, 40))
     edges, heads = data.draw(st.integers(0, 300)), data.draw(st.integers(1, 5))
@@ -147,7 +147,7 @@ def test_any_graph_equals_dense_attention(data: st.DataObject):
     learned += list(score.parameters())
     towards = torch.randn_like(wanted)
     expected = torch.autograd.grad(wanted, learned, towards, allow_unused=True, materialize_grads=True)
-    for kernel in {explain(q, k, v, over=graph, score=score).kernel, "edges"}:
+    for kernel in {explain(q, k, v, over=graph, score=score).kernel, "edges_torch"}:
         out = attend(q, k, v, over=graph, score=score, kernel=kernel)
         got = torch.autograd.grad(out, learned, towards, allow_unused=True, materialize_grads=True)
         for a, b in zip((out, *got), (wanted, *expected), strict=True):

@@ -10,7 +10,7 @@
 #include "dispatch.hpp"
 #include "naive.hpp"
 
-namespace windows {
+namespace grid_test {
 
 using polyhead::Grid;
 using polyhead::GridGradients;
@@ -31,7 +31,7 @@ struct Window {
         for (int64_t n : reach) all *= 2 * n + 1;
         return all;
     }
-    // which offset leads from one point to the other; -1 for none
+    // the index of the offset from query to key; -1 outside the window
     int64_t offset(int64_t query, int64_t key) const {
         int64_t number = 0, size = 1;
         for (size_t axis = sizes.size(); axis-- > 0; query /= sizes[axis], key /= sizes[axis]) {
@@ -62,11 +62,11 @@ struct Problem {
         for (int64_t i = 0; i < heads * window.offsets(); ++i) table.push_back(T(normal(generator)));
     }
 
-    // heads inside of items, as projections leave them
+    // heads inside items, as projections leave them
     static Strided by_item(const std::vector<T> &x, int64_t points, int64_t heads, int64_t features) {
         return {x.data(), points * heads * features, features, heads * features};
     }
-    double kept(int64_t b, int64_t h, int64_t i, int64_t j) const {
+    double dropout_factor(int64_t b, int64_t h, int64_t i, int64_t j) const {
         naive::Case c{};
         c.dropout = dropout, c.seed = 7;
         return naive::dropout_factor(c, b * heads + h, i, j);
@@ -79,7 +79,7 @@ struct Answer {
 
 constexpr double SCALE = 0.3;
 
-// One query of one head.
+// Adds the terms of one query of one head.
 template <class T>
 void add_query(const Problem<T> &p, int64_t b, int64_t h, int64_t i, Answer &a) {
     const int64_t kh = h / (p.heads / p.key_heads), row = (b * p.points + i) * p.heads + h;
@@ -97,11 +97,11 @@ void add_query(const Problem<T> &p, int64_t b, int64_t h, int64_t i, Answer &a) 
     a.lse[number] = std::log(total);
     for (int64_t j = 0; j < p.points; ++j) {
         weight[j] /= total;
-        const double stays = p.kept(b, h, i, j);
+        const double keep = p.dropout_factor(b, h, i, j);
         for (int64_t w = 0; w < p.width; ++w) {
-            a.out[row * p.width + w] += weight[j] * stays * p.v[key(j) * p.width + w];
-            a.dv[key(j) * p.width + w] += weight[j] * stays * p.d_out[row * p.width + w];
-            grad[j] += stays * p.d_out[row * p.width + w] * p.v[key(j) * p.width + w];
+            a.out[row * p.width + w] += weight[j] * keep * p.v[key(j) * p.width + w];
+            a.dv[key(j) * p.width + w] += weight[j] * keep * p.d_out[row * p.width + w];
+            grad[j] += keep * p.d_out[row * p.width + w] * p.v[key(j) * p.width + w];
         }
         delta += weight[j] * grad[j];
     }
@@ -128,7 +128,7 @@ Answer answer(const Problem<T> &p) {
     return a;
 }
 
-// Empty, or what is wrong.
+// Empty, or the name of the first wrong result.
 template <class T>
 std::string difference(const Problem<T> &p, const Answer &a, const Kernels &kernels, int threads) {
     const T nan = std::numeric_limits<T>::quiet_NaN();
@@ -168,10 +168,10 @@ std::string test(const std::vector<const Kernels *> &sets, Generator &generator)
         for (auto [dim, width] : {std::pair<int64_t, int64_t>{1, 3}, {16, 16}, {9, 20}}) {
             odd = !odd;
             const Problem<T> p(window, dim, width, odd ? 0.3 : 0.0, !odd || dim == 9, generator);
-            const Answer wanted = answer(p);
+            const Answer expected = answer(p);
             for (const Kernels *kernels : sets)
                 for (int threads : {1, 3}) {
-                    const std::string wrong = difference(p, wanted, *kernels, threads);
+                    const std::string wrong = difference(p, expected, *kernels, threads);
                     if (!wrong.empty())
                         return std::string(kernels->name) + ", " + wrong + ", " + std::to_string(p.points) + " points, " +
                                std::to_string(dim) + " features";
@@ -180,4 +180,4 @@ std::string test(const std::vector<const Kernels *> &sets, Generator &generator)
     return "";
 }
 
-}  // namespace windows
+}  // namespace grid_test

@@ -1,4 +1,4 @@
-// Attention over edges as plain loops in double precision: the definition that the kernels are held to.
+// Attention along edges as plain loops in double precision: the definition that the kernels are tested against.
 #pragma once
 
 #include <cmath>
@@ -14,7 +14,7 @@ struct Case {
     int kind;
     int64_t batch, sources, destinations, heads, dim, edge_features;
     std::vector<int32_t> source, destination;
-    Numbers q, k, v, a, inside, features, map, weights;  // empty: none
+    Numbers q, k, v, a, inside, features, map, weights;  // empty if absent
     double factor, dropout;
     int32_t seed;
     bool tied;
@@ -42,14 +42,14 @@ inline double dropout_factor(const Case &c, int64_t head, int64_t query, int64_t
     return int64_t(int32_t(word)) >= c.threshold() ? 1 / (1 - c.dropout) : 0;
 }
 
-// Where things lie: rows of (batch, node, head).
+// Indices of rows of (batch, node, head).
 struct At {
     const Case &c;
     int64_t to(int64_t b, int64_t e, int64_t h) const { return (b * c.destinations + c.destination[e]) * c.heads + h; }
     int64_t from(int64_t b, int64_t e, int64_t h) const { return (b * c.sources + c.source[e]) * c.heads + h; }
 };
 
-// What leaky is given, in lane d (GAT has one lane).
+// The argument of leaky in lane d (GAT has one lane).
 inline double inner(const Case &c, int64_t b, int64_t e, int64_t h, int64_t d) {
     At at{c};
     if (c.kind == 0)
@@ -75,20 +75,20 @@ inline double score(const Case &c, int64_t b, int64_t e, int64_t h) {
 inline void forward(const Case &c, Answer &r) {
     At at{c};
     const int64_t rows = c.batch * c.destinations * c.heads;
-    Numbers most(rows, -std::numeric_limits<double>::infinity()), total(rows, 0);
+    Numbers row_max(rows, -std::numeric_limits<double>::infinity()), row_sum(rows, 0);
     r.out.assign(rows * c.dim, 0);
     r.lse.assign(rows, 0);
     for (int64_t b = 0; b < c.batch; ++b)
         for (int64_t e = 0; e < c.edges(); ++e)
             for (int64_t h = 0; h < c.heads; ++h) {
-                double &m = most[at.to(b, e, h)];
+                double &m = row_max[at.to(b, e, h)];
                 m = std::max(m, score(c, b, e, h));
             }
     for (int64_t b = 0; b < c.batch; ++b)
         for (int64_t e = 0; e < c.edges(); ++e)
             for (int64_t h = 0; h < c.heads; ++h)
-                total[at.to(b, e, h)] += std::exp(score(c, b, e, h) - most[at.to(b, e, h)]);
-    for (int64_t x = 0; x < rows; ++x) r.lse[x] = most[x] + std::log(total[x]);
+                row_sum[at.to(b, e, h)] += std::exp(score(c, b, e, h) - row_max[at.to(b, e, h)]);
+    for (int64_t x = 0; x < rows; ++x) r.lse[x] = row_max[x] + std::log(row_sum[x]);
     for (int64_t b = 0; b < c.batch; ++b)
         for (int64_t e = 0; e < c.edges(); ++e)
             for (int64_t h = 0; h < c.heads; ++h) {
@@ -99,7 +99,7 @@ inline void forward(const Case &c, Answer &r) {
             }
 }
 
-// ds, handed on to whatever the score was made of
+// propagates ds to the inputs of the score
 inline void backward_score(const Case &c, Answer &r, int64_t b, int64_t e, int64_t h, double ds) {
     At at{c};
     const int64_t to = at.to(b, e, h), from = at.from(b, e, h), features = c.edge_features;
@@ -143,17 +143,17 @@ inline void backward(const Case &c, Answer &r) {
             for (int64_t h = 0; h < c.heads; ++h) {
                 const int64_t to = at.to(b, e, h), from = at.from(b, e, h);
                 const double alpha = std::exp(score(c, b, e, h) - r.lse[to]);
-                const double kept = dropout_factor(c, b * c.heads + h, c.destination[e], c.source[e]);
+                const double keep = dropout_factor(c, b * c.heads + h, c.destination[e], c.source[e]);
                 const double weight = c.weights.empty() ? 1 : c.weights[e];
                 double delta = 0, dp = 0;
                 for (int64_t d = 0; d < c.dim; ++d) {
                     delta += c.d_out[to * c.dim + d] * r.out[to * c.dim + d];
                     dp += c.d_out[to * c.dim + d] * c.values()[from * c.dim + d];
-                    r.dv[from * c.dim + d] += alpha * weight * kept * c.d_out[to * c.dim + d];
+                    r.dv[from * c.dim + d] += alpha * weight * keep * c.d_out[to * c.dim + d];
                 }
-                if (!c.weights.empty()) r.d_weights[e] += alpha * kept * dp;
+                if (!c.weights.empty()) r.d_weights[e] += alpha * keep * dp;
                 backward_score(c, r, b, e, h,
-                               alpha * (weight * kept * dp - delta + (c.d_lse.empty() ? 0 : c.d_lse[to])));
+                               alpha * (weight * keep * dp - delta + (c.d_lse.empty() ? 0 : c.d_lse[to])));
             }
     if (!c.tied) return;
     for (size_t x = 0; x < r.dk.size(); ++x) r.dk[x] += r.dv[x];

@@ -1,4 +1,4 @@
-// Numbers about blocks of scores against plain loops.
+// Statistics of blocks of scores against plain loops.
 #pragma once
 
 #include <cmath>
@@ -9,13 +9,13 @@
 
 #include "dispatch.hpp"
 
-namespace observed {
+namespace score_stats_test {
 
 using polyhead::Kernels;
-using polyhead::Observation;
+using polyhead::ScoreStats;
 using Floats = std::vector<float>;
 
-// Scores of `heads` x `queries` x `keys` in blocks of so many rows and columns; rows attend to [first, stop).
+// Scores of `heads` x `queries` x `keys` in blocks of `rows` x `columns`; rows attend to [first, stop).
 struct Problem {
     int64_t heads, queries, keys, rows, columns;
     int sums;
@@ -50,7 +50,7 @@ struct Problem {
 };
 
 struct Found {
-    Floats most, sum, low, row_sums, received, top_score;
+    Floats row_max, row_sum, low, row_sums, received, top_score;
     std::vector<int64_t> top_key;
 };
 
@@ -63,7 +63,7 @@ inline Found by_blocks(const Problem &p, const Kernels &kernels, int threads) {
         for (int64_t r = 0; r < p.queries; r += p.rows)
             for (int64_t c = 0; c < p.keys; c += p.columns) {
                 const int64_t rows = std::min(p.rows, p.queries - r), columns = std::min(p.columns, p.keys - c);
-                // of its own size, so that a sanitizer sees every step beyond it
+                // exactly as large as needed, so that a sanitizer detects reads beyond it
                 Floats block(p.heads * rows * columns);
                 for (int64_t h = 0; h < p.heads; ++h)
                     for (int64_t i = 0; i < rows; ++i)
@@ -74,14 +74,14 @@ inline Found by_blocks(const Problem &p, const Kernels &kernels, int threads) {
                 chunks.push_back(int32_t(rows));
                 const int64_t count = int64_t(chunks.size()) - 1;
                 Floats columns_of(p.heads * count * columns, 0);
-                Observation o{p.heads, rows, columns, p.queries, p.keys, block.data(), c, p.first.data() + r,
+                ScoreStats s{p.heads, rows, columns, p.queries, p.keys, block.data(), c, p.first.data() + r,
                               p.stop.data() + r, p.bias ? p.key_bias.data() + c : nullptr,
-                              scanning ? f.most.data() + r : nullptr, scanning ? f.sum.data() + r : nullptr,
-                              f.most.data() + r, f.low.data() + r, p.position.data() + r,
+                              scanning ? f.row_max.data() + r : nullptr, scanning ? f.row_sum.data() + r : nullptr,
+                              f.row_max.data() + r, f.low.data() + r, p.position.data() + r,
                               p.weighted ? p.row_weights.data() + r : nullptr, p.key_weights.data() + c, p.sums,
                               f.row_sums.data() + r * (2 + p.sums), chunks.data(), count, columns_of.data(),
                               f.top_score.data() + r * p.top, f.top_key.data() + r * p.top, p.top, threads};
-                kernels.observe(o);
+                kernels.score_stats(s);
                 if (scanning) continue;
                 for (int64_t h = 0; h < p.heads; ++h)
                     for (int64_t chunk = 0; chunk < count; ++chunk)
@@ -89,12 +89,12 @@ inline Found by_blocks(const Problem &p, const Kernels &kernels, int threads) {
                             f.received[h * p.keys + c + j] += columns_of[(h * count + chunk) * columns + j];
             }
         if (scanning)
-            for (int64_t n = 0; n < number; ++n) f.low[n] = f.sum[n] > 0 ? std::log(f.sum[n]) : 0;
+            for (int64_t n = 0; n < number; ++n) f.low[n] = f.row_sum[n] > 0 ? std::log(f.row_sum[n]) : 0;
     }
     return f;
 }
 
-// Empty, or what is wrong.
+// Empty, or the name of the first wrong result.
 inline std::string difference(const Problem &p, const Found &f) {
     auto differs = [](double a, double b) { return !(std::abs(a - b) <= 1e-4 * (1 + std::abs(b))); };
     std::vector<double> received(p.heads * p.keys, 0);
@@ -120,9 +120,9 @@ inline std::string difference(const Problem &p, const Found &f) {
             std::sort(weights.begin(), weights.end(), std::greater<double>());
             for (int64_t t = 0; t < p.top; ++t) {
                 const int64_t key = f.top_key[n * p.top + t];
-                const double wanted = t < p.keys ? weights[t] : 0;
-                if (key < 0 ? wanted > 0 : !p.allowed(i, key)) return "the keys of the largest";
-                if (key >= 0 && differs(std::exp(double(f.top_score[n * p.top + t])), wanted)) return "the largest";
+                const double expected = t < p.keys ? weights[t] : 0;
+                if (key < 0 ? expected > 0 : !p.allowed(i, key)) return "the keys of the largest";
+                if (key >= 0 && differs(std::exp(double(f.top_score[n * p.top + t])), expected)) return "the largest";
             }
         }
     for (size_t j = 0; j < received.size(); ++j)
@@ -130,4 +130,4 @@ inline std::string difference(const Problem &p, const Found &f) {
     return "";
 }
 
-}  // namespace observed
+}  // namespace score_stats_test

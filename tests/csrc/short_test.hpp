@@ -10,7 +10,7 @@
 #include "dispatch.hpp"
 #include "naive.hpp"
 
-namespace few {
+namespace short_test {
 
 using polyhead::Kernels;
 using polyhead::Short;
@@ -38,14 +38,14 @@ struct Problem {
         }
     }
 
-    // NaN in a query, a key, a value and a gradient of the last head, wherever there are so many
-    void spoil() {
+    // NaN in a query, a key, a value and a gradient of the last head
+    void add_nan() {
         const T nan = std::numeric_limits<T>::quiet_NaN();
         q[((queries / 2) * heads + heads - 1) * dim] = d_out[((queries / 3) * heads + heads - 1) * width] = nan;
         k[((keys / 2) * key_heads + key_heads - 1) * dim] = v[((keys / 3) * key_heads + key_heads - 1) * width] = nan;
     }
 
-    // heads inside of items, as projections leave them
+    // heads inside items, as projections leave them
     static Strided by_item(const std::vector<T> &x, int64_t items, int64_t heads, int64_t features) {
         return {x.data(), items * heads * features, features, heads * features};
     }
@@ -53,14 +53,14 @@ struct Problem {
         const int64_t at = (rows > 1 ? b * queries : 0) + i;
         return first[at] <= j && j < stop[at];
     }
-    double kept(int64_t b, int64_t h, int64_t i, int64_t j) const {
+    double dropout_factor(int64_t b, int64_t h, int64_t i, int64_t j) const {
         naive::Case c{};
         c.dropout = dropout, c.seed = 7;
         return naive::dropout_factor(c, b * heads + h, i, j);
     }
 };
 
-// Empty, or what is wrong.
+// Empty, or the name of the first wrong result.
 template <class T>
 std::string difference(const Problem<T> &p, const Kernels &kernels, int threads) {
     const double scale = 0.3, nan = std::numeric_limits<double>::quiet_NaN();
@@ -91,17 +91,17 @@ std::string difference(const Problem<T> &p, const Kernels &kernels, int threads)
                     for (int64_t d = 0; d < p.dim; ++d) score += scale * p.q[row * p.dim + d] * p.k[key(j) * p.dim + d];
                     total += weight[j] = std::exp(score);
                 }
-                const double wanted = std::log(total), found = lse[(b * p.heads + h) * p.queries + i];
-                if (std::isnan(total) ? !std::isnan(found) : total == 0 ? !std::isinf(found) : !(std::abs(found - wanted) < 1e-4))
+                const double expected = std::log(total), found = lse[(b * p.heads + h) * p.queries + i];
+                if (std::isnan(total) ? !std::isnan(found) : total == 0 ? !std::isinf(found) : !(std::abs(found - expected) < 1e-4))
                     return "lse";
                 for (int64_t j = 0; j < p.keys; ++j) {
                     if (!p.allowed(b, i, j)) continue;
                     weight[j] /= total;
                     for (int64_t w = 0; w < p.width; ++w) {
-                        const double used = weight[j] * p.kept(b, h, i, j);
+                        const double used = weight[j] * p.dropout_factor(b, h, i, j);
                         wo[row * p.width + w] += used * p.v[key(j) * p.width + w];
                         wv[key(j) * p.width + w] += used * p.d_out[row * p.width + w];
-                        grad[j] += p.kept(b, h, i, j) * p.d_out[row * p.width + w] * p.v[key(j) * p.width + w];
+                        grad[j] += p.dropout_factor(b, h, i, j) * p.d_out[row * p.width + w] * p.v[key(j) * p.width + w];
                     }
                     delta += weight[j] * grad[j];
                 }
@@ -133,7 +133,7 @@ std::string test(const Kernels &kernels, Generator &generator) {
                     const int64_t rows = keys % 2 ? 3 : 1;
                     Problem<T> p(3, 6, 2, queries, keys, dim, width, rows, dropout, generator);
                     for (int threads : {1, 4, 2}) {
-                        if (threads == 2) p.spoil();
+                        if (threads == 2) p.add_nan();
                         const std::string wrong = difference(p, kernels, threads);
                         if (!wrong.empty())
                             return wrong + ", " + std::to_string(queries) + " queries, " + std::to_string(keys) + " keys";
@@ -142,9 +142,9 @@ std::string test(const Kernels &kernels, Generator &generator) {
     return "";
 }
 
-// A matrix times few vectors; rows and columns that fill no vector, and more vectors than are taken at once.
+// A matrix times few vectors: rows and columns that do not fill a SIMD vector, and more vectors than are processed at once.
 template <class Generator>
-std::string test_thin(const Kernels &kernels, Generator &generator) {
+std::string test_skinny_gemm(const Kernels &kernels, Generator &generator) {
     std::normal_distribution<float> normal;
     for (int64_t vectors : {1, 4, 6})
         for (int64_t rows : {1, 5, 67, 130})
@@ -156,15 +156,15 @@ std::string test_thin(const Kernels &kernels, Generator &generator) {
                 };
                 auto x = drawn(vectors * columns), matrix = drawn(rows * columns), bias = drawn(rows);
                 std::vector<float> out(vectors * rows, std::numeric_limits<float>::quiet_NaN());
-                kernels.thin({vectors, rows, columns, x.data(), matrix.data(), rows % 2 ? bias.data() : nullptr, out.data(), 2});
+                kernels.skinny_gemm({vectors, rows, columns, x.data(), matrix.data(), rows % 2 ? bias.data() : nullptr, out.data(), 2});
                 for (int64_t m = 0; m < vectors; ++m)
                     for (int64_t r = 0; r < rows; ++r) {
-                        double wanted = rows % 2 ? bias[r] : 0;
-                        for (int64_t c = 0; c < columns; ++c) wanted += double(x[m * columns + c]) * matrix[r * columns + c];
-                        if (!(std::abs(out[m * rows + r] - wanted) < 1e-4 * (1 + std::abs(wanted)))) return "a product";
+                        double expected = rows % 2 ? bias[r] : 0;
+                        for (int64_t c = 0; c < columns; ++c) expected += double(x[m * columns + c]) * matrix[r * columns + c];
+                        if (!(std::abs(out[m * rows + r] - expected) < 1e-4 * (1 + std::abs(expected)))) return "a product";
                     }
             }
     return "";
 }
 
-}  // namespace few
+}  // namespace short_test

@@ -1,4 +1,4 @@
-// Steps on the Stiefel manifold against plain loops in double precision, and the look for what is not finite.
+// Steps on the Stiefel manifold, and the check for finite numbers, against plain loops in double precision.
 #pragma once
 
 #include <algorithm>
@@ -10,7 +10,7 @@
 
 #include "dispatch.hpp"
 
-namespace orthonormal {
+namespace stiefel_test {
 
 using polyhead::Kernels;
 using polyhead::StiefelStep;
@@ -45,14 +45,14 @@ inline Dense symmetric(const Dense &a, int64_t k) {
 inline Dense nearest(Dense y, int64_t n, int64_t k) {
     for (int step = 0; step < 60; ++step) {
         Dense gram = inside(y, y, n, k, k);
-        double most = 0;
+        double largest = 0;
         for (int64_t i = 0; i < k; ++i) {
             double sum = 0;
             for (int64_t j = 0; j < k; ++j) sum += std::abs(gram[i * k + j]);
-            most = std::max(most, sum);
+            largest = std::max(largest, sum);
         }
-        // until it is near, no longer than 1
-        const double scale = step < 40 ? 1 / std::sqrt(most) : 1;
+        // scaled to a norm of at most 1 until it is near
+        const double scale = step < 40 ? 1 / std::sqrt(largest) : 1;
         for (double &value : gram) value *= -0.5 * scale * scale;
         for (int64_t i = 0; i < k; ++i) gram[i * k + i] += 1.5;
         y = times(y, gram, n, k);
@@ -62,11 +62,11 @@ inline Dense nearest(Dense y, int64_t n, int64_t k) {
 }
 
 struct Options {
-    bool canonical = false, moments = true, scalar = false, transport = false, turned = false;
+    bool canonical = false, moments = true, scalar = false, transport = false, transposed = false;
     double scale = -0.01;
 };
 
-// Empty, or what is wrong. Tensors of two matrices each; the last number of the last one is too large for the kernel.
+// Empty, or the name of the first wrong result. Tensors of two matrices each; the last gradient is inf, so that the kernel skips it.
 template <class T, class Generator>
 std::string difference(const Kernels &kernels, int64_t n, int64_t k, const Options &o, int threads, Generator &generator) {
     std::normal_distribution<double> normal;
@@ -77,8 +77,8 @@ std::string difference(const Kernels &kernels, int64_t n, int64_t k, const Optio
         for (T &value : x) value = T(normal(generator));
         return x;
     };
-    // what a tensor has of a matrix, row by row
-    auto place = [&](int64_t matrix, int64_t i) { return matrix * size + (o.turned ? i % k * n + i / k : i); };
+    // the index in a tensor of element i of a matrix, row by row
+    auto place = [&](int64_t matrix, int64_t i) { return matrix * size + (o.transposed ? i % k * n + i / k : i); };
     auto taken = [&](const std::vector<T> &x, int64_t matrix) {
         Dense y(size);
         for (int64_t i = 0; i < size; ++i) y[i] = double(x[place(matrix, i)]);
@@ -93,8 +93,8 @@ std::string difference(const Kernels &kernels, int64_t n, int64_t k, const Optio
             const Dense point = nearest(taken(x[t], m), n, k);
             for (int64_t i = 0; i < size; ++i) x[t][place(m, i)] = T(point[i]);
             if (!o.transport) continue;
-            // A moment that was carried along is tangent, and the kernel relies on it: (x + Δ)ᵀ(x + Δ) is then I + ΔᵀΔ, with no
-            // eigenvalue below 1. Of another moment the inverse root would come out with 9 digits.
+            // A transported moment is tangent, and the kernel relies on it: (x + Δ)ᵀ(x + Δ) is then I + ΔᵀΔ, with eigenvalues of at least
+            // 1. For another moment the inverse root would have only 9 correct digits.
             const Dense any = taken(first[t], m), at = taken(x[t], m);
             const Dense out = times(at, symmetric(inside(at, any, n, k, k), k), n, k);
             for (int64_t i = 0; i < size; ++i) first[t][place(m, i)] = T(any[i] - out[i]);
@@ -108,24 +108,24 @@ std::string difference(const Kernels &kernels, int64_t n, int64_t k, const Optio
         return data;
     };
     const auto px = places(x), pg = places(g), pf = places(first), ps = places(second);
-    const int64_t row = o.turned ? 1 : k, column = o.turned ? n : 1;
+    const int64_t row = o.transposed ? 1 : k, column = o.transposed ? n : 1;
     auto matrices = [&](const std::vector<int64_t> &data, bool there) {
         return polyhead::Matrices{there ? data.data() : nullptr, size, row, column};
     };
-    std::vector<uint8_t> left(tensors * each, 7);
+    std::vector<uint8_t> skipped(tensors * each, 7);
     StiefelStep step{sizeof(T) == 8, tensors, each, n, k, matrices(px, true), matrices(pg, true), matrices(pf, o.moments),
                      matrices(ps, o.moments && !o.transport), o.canonical, o.scalar ? 1 : 0, !o.transport, o.transport, -1,
-                     keep, add, 0.3, 1, keep_second, root, eps, o.scale, left.data(), threads};
+                     keep, add, 0.3, 1, keep_second, root, eps, o.scale, skipped.data(), threads};
     if (o.scalar) step.second = {ps.data(), 1, 1, 0};
     if (!kernels.stiefel_step(step)) return "no memory";
 
-    auto differs = [&](double found, double wanted) {
-        return !(std::abs(found - wanted) <= (sizeof(T) == 4 ? 2e-5 : 1e-11) * (1 + std::abs(wanted)));
+    auto differs = [&](double found, double expected) {
+        return !(std::abs(found - expected) <= (sizeof(T) == 4 ? 2e-5 : 1e-11) * (1 + std::abs(expected)));
     };
     for (int64_t t = 0; t < tensors; ++t)
         for (int64_t m = 0; m < each; ++m) {
             const bool far = t == 1 && m == 1;
-            if (left[t * each + m] != far) return "what was left";
+            if (skipped[t * each + m] != far) return "which matrices were skipped";
             if (far) {
                 for (int64_t i = 0; i < size; ++i)
                     if (x[t][place(m, i)] != x0[t][place(m, i)] || first[t][place(m, i)] != first0[t][place(m, i)])
@@ -179,14 +179,14 @@ std::string difference(const Kernels &kernels, int64_t n, int64_t k, const Optio
 template <class T, class Generator>
 std::string test(const Kernels &kernels, Generator &generator) {
     std::vector<Options> all(6);
-    all[1].canonical = all[1].turned = true;
+    all[1].canonical = all[1].transposed = true;
     all[2].scalar = all[2].canonical = true;
-    all[3].scalar = all[3].turned = true, all[3].scale = -0.3;
-    all[4].transport = all[4].turned = true, all[4].canonical = true;
+    all[3].scalar = all[3].transposed = true, all[3].scale = -0.3;
+    all[4].transport = all[4].transposed = true, all[4].canonical = true;
     all[5].moments = false, all[5].transport = true;
     for (auto [n, k] : {std::pair<int64_t, int64_t>{1, 1}, {5, 5}, {7, 3}, {33, 16}, {70, 17}, {131, 35}})
         for (const Options &o : all) {
-            // without a gradient to speak of, a point has no tangent direction to go, and rounding none to be checked
+            // a 1 x 1 point has no tangent direction, so that only rounding errors would be compared
             if (n == 1 && (o.transport || !o.moments)) continue;
             const std::string wrong = difference<T>(kernels, n, k, o, n % 2 ? 1 : 3, generator);
             if (!wrong.empty())
@@ -196,11 +196,11 @@ std::string test(const Kernels &kernels, Generator &generator) {
         std::vector<T> x(count, T(3)), y(5, std::numeric_limits<T>::max());
         const int64_t data[] = {int64_t(reinterpret_cast<uintptr_t>(x.data())), int64_t(reinterpret_cast<uintptr_t>(y.data()))};
         const int64_t counts[] = {count, 5};
-        if (!kernels.finite({sizeof(T) == 8, 2, data, counts, 2})) return "what is finite";
+        if (!kernels.finite({sizeof(T) == 8, 2, data, counts, 2})) return "finite numbers";
         x.back() = std::numeric_limits<T>::quiet_NaN();
-        if (kernels.finite({sizeof(T) == 8, 2, data, counts, 2})) return "what is not finite";
+        if (kernels.finite({sizeof(T) == 8, 2, data, counts, 2})) return "NaN";
     }
     return "";
 }
 
-}  // namespace orthonormal
+}  // namespace stiefel_test

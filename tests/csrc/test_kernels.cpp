@@ -1,4 +1,4 @@
-// The kernels of every instruction set against plain loops, at odd sizes, with outputs full of NaN beforehand.
+// The kernels of every instruction set against plain loops, at odd sizes; outputs are filled with NaN beforehand.
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
@@ -7,12 +7,12 @@
 #include <vector>
 
 #include "dispatch.hpp"
-#include "short_test.hpp"
-#include "naive.hpp"
-#include "score_stats_test.hpp"
-#include "stiefel_test.hpp"
 #include "edges/sort.hpp"
 #include "grid_test.hpp"
+#include "naive.hpp"
+#include "score_stats_test.hpp"
+#include "short_test.hpp"
+#include "stiefel_test.hpp"
 
 using namespace polyhead;
 using naive::Answer;
@@ -21,13 +21,13 @@ using naive::Numbers;
 
 namespace {
 
-// Each test has one of its own, so that none depends on what was drawn before it.
+// Each test has its own generator, so that it does not depend on earlier draws.
 using Generator = std::mt19937;
 
 Numbers normal(int64_t count, Generator &generator) {
     std::normal_distribution<float> distribution;
     Numbers x(count);
-    // numbers that float holds exactly: both precisions are given the same problem
+    // exact in float, so that both precisions get the same problem
     for (double &value : x) value = distribution(generator);
     return x;
 }
@@ -48,7 +48,7 @@ Graph random_graph(const char *name, int64_t sources, int64_t destinations, int6
     return graph;
 }
 
-// Half of the edges at one node, which then spans several parts.
+// A graph with half of its edges at one node, which then spans several parts.
 Graph hub(const char *name, bool of_sources) {
     Graph graph = random_graph(name, 37, 41, 9001);
     std::vector<int32_t> &ids = of_sources ? graph.source : graph.destination;
@@ -57,7 +57,7 @@ Graph hub(const char *name, bool of_sources) {
 }
 
 struct Sorted {
-    std::vector<int32_t> first, source, edge, out_first, out_place, out_destination;
+    std::vector<int32_t> indptr, indices, edge_id, out_indptr, out_slot, out_indices;
 };
 
 void fail(const std::string &message) {
@@ -68,13 +68,13 @@ void fail(const std::string &message) {
 Sorted sorted(const Graph &g) {
     const size_t edges = g.source.size();
     Sorted s;
-    s.first.resize(g.destinations + 1);
-    s.out_first.resize(g.sources + 1);
-    for (auto *x : {&s.source, &s.edge, &s.out_place, &s.out_destination}) x->resize(edges);
+    s.indptr.resize(g.destinations + 1);
+    s.out_indptr.resize(g.sources + 1);
+    for (auto *x : {&s.indices, &s.edge_id, &s.out_slot, &s.out_indices}) x->resize(edges);
     int64_t wrong = sort_edges({g.source.data(), g.destination.data(), 1, 1, false, int64_t(edges), g.sources,
                                 g.destinations},
-                               {s.first.data(), s.source.data(), s.edge.data(), s.out_first.data(), s.out_place.data(),
-                                s.out_destination.data()});
+                               {s.indptr.data(), s.indices.data(), s.edge_id.data(), s.out_indptr.data(), s.out_slot.data(),
+                                s.out_indices.data()});
     if (wrong != -1) fail(std::string(g.name) + ": sort refuses edge " + std::to_string(wrong));
     return s;
 }
@@ -83,16 +83,16 @@ void test_sort(const Graph &g) {
     Sorted s = sorted(g);
     const std::string where = std::string("sort, ") + g.name;
     for (int64_t d = 0; d < g.destinations; ++d)
-        for (int32_t at = s.first[d]; at < s.first[d + 1]; ++at) {
-            if (g.destination[s.edge[at]] != d || g.source[s.edge[at]] != s.source[at]) fail(where + ": another edge");
-            if (at > s.first[d] && s.edge[at] <= s.edge[at - 1]) fail(where + ": not stable");
+        for (int32_t at = s.indptr[d]; at < s.indptr[d + 1]; ++at) {
+            if (g.destination[s.edge_id[at]] != d || g.source[s.edge_id[at]] != s.indices[at]) fail(where + ": another edge");
+            if (at > s.indptr[d] && s.edge_id[at] <= s.edge_id[at - 1]) fail(where + ": not stable");
         }
     for (int64_t j = 0; j < g.sources; ++j)
-        for (int32_t at = s.out_first[j]; at < s.out_first[j + 1]; ++at) {
-            const int32_t place = s.out_place[at];
-            if (s.source[place] != j || g.destination[s.edge[place]] != s.out_destination[at])
+        for (int32_t at = s.out_indptr[j]; at < s.out_indptr[j + 1]; ++at) {
+            const int32_t slot = s.out_slot[at];
+            if (s.indices[slot] != j || g.destination[s.edge_id[slot]] != s.out_indices[at])
                 fail(where + ": another edge by source");
-            if (at > s.out_first[j] && place <= s.out_place[at - 1]) fail(where + ": not stable by source");
+            if (at > s.out_indptr[j] && slot <= s.out_slot[at - 1]) fail(where + ": not stable by source");
         }
 }
 
@@ -102,10 +102,10 @@ void test_sort_refuses() {
         for (int column : {0, 1}) {
             std::vector<int64_t> ids = {0, 1, 2, 2, 1, 1, 0, 0};
             ids[4 + column] = bad;
-            std::vector<int32_t> first(4), source(4), edge(4), out_first(4), place(4), destination(4);
+            std::vector<int32_t> indptr(4), indices(4), edge_id(4), out_indptr(4), out_slot(4), out_indices(4);
             int64_t wrong = sort_edges({ids.data(), ids.data() + 1, 2, 2, true, 4, 3, 3},
-                                       {first.data(), source.data(), edge.data(), out_first.data(), place.data(),
-                                        destination.data()});
+                                       {indptr.data(), indices.data(), edge_id.data(), out_indptr.data(), out_slot.data(),
+                                        out_indices.data()});
             if (wrong != 2) fail("sort takes an id that is out of range");
         }
 }
@@ -123,47 +123,47 @@ struct Output {
     explicit Output(size_t count) : numbers(count, std::numeric_limits<T>::quiet_NaN()) {}
     void *pointer() { return numbers.empty() ? nullptr : numbers.data(); }
 
-    void expect(const Numbers &wanted, const std::string &name) const {
+    void expect(const Numbers &expected, const std::string &name) const {
         const double tolerance = sizeof(T) == 4 ? 1e-4 : 1e-11;
         double scale = 1;
-        for (double x : wanted)
+        for (double x : expected)
             if (std::isfinite(x)) scale = std::max(scale, std::fabs(x));
-        for (size_t x = 0; x < wanted.size(); ++x) {
-            const bool same = double(numbers[x]) == wanted[x] || std::fabs(numbers[x] - wanted[x]) <= tolerance * scale;
+        for (size_t x = 0; x < expected.size(); ++x) {
+            const bool same = double(numbers[x]) == expected[x] || std::fabs(numbers[x] - expected[x]) <= tolerance * scale;
             if (!same)
                 fail(name + "[" + std::to_string(x) + "] is " + std::to_string(double(numbers[x])) + ", should be " +
-                     std::to_string(wanted[x]));
+                     std::to_string(expected[x]));
         }
     }
 };
 
 template <class T>
-void compare(const Kernels &kernels, const Case &c, const Sorted &s, const Answer &wanted, int threads,
+void compare(const Kernels &kernels, const Case &c, const Sorted &s, const Answer &expected, int threads,
              const std::string &where) {
     Copy<T> q(c.q), k(c.k), v(c.v), a(c.a), inside(c.inside), features(c.features), map(c.map), weights(c.weights),
         d_out(c.d_out), d_lse(c.d_lse);
     Problem p{c.kind, sizeof(T) == 8, c.batch, c.sources, c.destinations, c.edges(), c.heads, c.dim, c.edge_features,
               q.pointer(), k.pointer(), c.tied ? nullptr : v.pointer(), a.pointer(), inside.pointer(), features.pointer(),
-              map.pointer(), weights.pointer(), s.first.data(), s.source.data(), s.edge.data(), c.factor, c.dropout,
+              map.pointer(), weights.pointer(), s.indptr.data(), s.indices.data(), s.edge_id.data(), c.factor, c.dropout,
               c.threshold(), c.seed, threads};
-    Output<T> out(wanted.out.size()), lse(wanted.lse.size());
+    Output<T> out(expected.out.size()), lse(expected.lse.size());
     if (kernels.forward(p, {out.pointer(), lse.pointer()}) != DONE) fail(where + "forward was not done");
-    out.expect(wanted.out, where + "out");
-    lse.expect(wanted.lse, where + "lse");
-    Output<T> dq(c.q.size()), dk(c.k.size()), dv(wanted.dv.size()), da(c.a.size()), d_inside(c.inside.size()),
+    out.expect(expected.out, where + "out");
+    lse.expect(expected.lse, where + "lse");
+    Output<T> dq(c.q.size()), dk(c.k.size()), dv(expected.dv.size()), da(c.a.size()), d_inside(c.inside.size()),
         d_weights(c.weights.size()), d_features(c.features.size()), d_map(c.map.size());
-    Gradients g{s.out_first.data(), s.out_place.data(), s.out_destination.data(), out.pointer(), lse.pointer(),
+    Gradients g{s.out_indptr.data(), s.out_slot.data(), s.out_indices.data(), out.pointer(), lse.pointer(),
                 d_out.pointer(), d_lse.pointer(), dq.pointer(), dk.pointer(), dv.pointer(), da.pointer(),
                 d_inside.pointer(), d_weights.pointer(), d_features.pointer(), d_map.pointer()};
     if (kernels.backward(p, g) != DONE) fail(where + "backward was not done");
-    dq.expect(wanted.dq, where + "dq");
-    dk.expect(wanted.dk, where + "dk");
-    dv.expect(wanted.dv, where + "dv");
-    da.expect(wanted.da, where + "da");
-    d_inside.expect(wanted.d_inside, where + "d_inside");
-    d_weights.expect(wanted.d_weights, where + "d_weights");
-    d_features.expect(wanted.d_features, where + "d_features");
-    d_map.expect(wanted.d_map, where + "d_map");
+    dq.expect(expected.dq, where + "dq");
+    dk.expect(expected.dk, where + "dk");
+    dv.expect(expected.dv, where + "dv");
+    da.expect(expected.da, where + "da");
+    d_inside.expect(expected.d_inside, where + "d_inside");
+    d_weights.expect(expected.d_weights, where + "d_weights");
+    d_features.expect(expected.d_features, where + "d_features");
+    d_map.expect(expected.d_map, where + "d_map");
 }
 
 struct Options {
@@ -194,15 +194,15 @@ void test_attention(const Graph &g, int kind, int64_t heads, int64_t dim, const 
     if (o.weights) c.weights = normal(edges, generator);
     c.d_out = normal(to * dim, generator);
     if (o.d_lse) c.d_lse = normal(to, generator);
-    Answer wanted;
-    naive::forward(c, wanted);
-    naive::backward(c, wanted);
+    Answer expected;
+    naive::forward(c, expected);
+    naive::backward(c, expected);
     Sorted s = sorted(g);
     for (const Kernels *kernels : instruction_sets()) {
         const std::string where = std::string(kernels->name) + ", " + g.name + ", kind " + std::to_string(kind) + ", " +
                                   std::to_string(heads) + " heads of " + std::to_string(dim) + ": ";
-        compare<double>(*kernels, c, s, wanted, o.threads, "double, " + where);
-        compare<float>(*kernels, c, s, wanted, o.threads, "float, " + where);
+        compare<double>(*kernels, c, s, expected, o.threads, "double, " + where);
+        compare<float>(*kernels, c, s, expected, o.threads, "float, " + where);
     }
 }
 
@@ -210,22 +210,22 @@ template <class T>
 void test_gather_sum(const Graph &g, int64_t width) {
     Sorted s = sorted(g);
     Generator generator(3);
-    Numbers rows = normal(g.sources * width, generator), wanted(g.destinations * width, 0);
+    Numbers rows = normal(g.sources * width, generator), expected(g.destinations * width, 0);
     for (size_t e = 0; e < g.source.size(); ++e)
-        for (int64_t x = 0; x < width; ++x) wanted[g.destination[e] * width + x] += rows[g.source[e] * width + x];
+        for (int64_t x = 0; x < width; ++x) expected[g.destination[e] * width + x] += rows[g.source[e] * width + x];
     Copy<T> v(rows);
     for (const Kernels *kernels : instruction_sets()) {
-        Output<T> out(wanted.size());
+        Output<T> out(expected.size());
         const GatherSum in{sizeof(T) == 8, g.sources, g.destinations, int64_t(g.source.size()), width, v.pointer(),
-                           s.first.data(), s.source.data(), out.pointer(), 2};
+                           s.indptr.data(), s.indices.data(), out.pointer(), 2};
         if (kernels->gather_sum(in) != DONE) fail("gather_sum was not done");
-        out.expect(wanted, std::string(kernels->name) + ", " + g.name + ", gather_sum");
+        out.expect(expected, std::string(kernels->name) + ", " + g.name + ", gather_sum");
     }
 }
 
 using Array = std::vector<int32_t> Sorted::*;
 
-// Forward and backward passes of one kind of score along edges that somebody has changed, whose outputs mean nothing.
+// Forward and backward passes along edges that were changed after sorting; only the returned status is checked.
 struct Changed {
     const Graph &g;
     int kind;
@@ -239,8 +239,8 @@ struct Changed {
                                  weights = some(edges), d_out = some(g.destinations * row);
         std::vector<float> out = d_out, lse = some(g.destinations * heads), dq = q, dk = k, dv = v, da = a, d_weights = weights;
         Problem p{kind, false, 1, g.sources, g.destinations, edges, heads, dim, 0, q.data(), k.data(), v.data(), a.data(), nullptr,
-                  nullptr, nullptr, weights.data(), s.first.data(), s.source.data(), s.edge.data(), 0.2, 0, -2147483648LL, 0, 2};
-        const Gradients to{s.out_first.data(), s.out_place.data(), s.out_destination.data(), out.data(), lse.data(),
+                  nullptr, nullptr, weights.data(), s.indptr.data(), s.indices.data(), s.edge_id.data(), 0.2, 0, -2147483648LL, 0, 2};
+        const Gradients to{s.out_indptr.data(), s.out_slot.data(), s.out_indices.data(), out.data(), lse.data(),
                            d_out.data(), nullptr, dq.data(), dk.data(), dv.data(), da.data(), nullptr, d_weights.data(), nullptr,
                            nullptr};
         const std::string where = std::string(kernels.name) + ", " + g.name + ", kind " + std::to_string(kind) + ", " + what;
@@ -249,79 +249,79 @@ struct Changed {
     }
 };
 
-// Ids that name no node or edge, wherever they stand, are refused, and no byte outside of the tensors is touched.
+// Ids out of range are refused, wherever they are, and nothing outside the tensors is read or written.
 void test_changed_edges(const Graph &g) {
     const int64_t edges = int64_t(g.source.size());
     const struct {
         const char *name;
         Array array;
-        int64_t named;
+        int64_t limit;
         bool forward;
-    } arrays[] = {{"first", &Sorted::first, edges + 1, true},         {"source", &Sorted::source, g.sources, true},
-                  {"edge", &Sorted::edge, edges, true},               {"out_first", &Sorted::out_first, edges + 1, false},
-                  {"out_place", &Sorted::out_place, edges, false},    {"out_destination", &Sorted::out_destination, g.destinations, false}};
+    } arrays[] = {{"indptr", &Sorted::indptr, edges + 1, true},         {"indices", &Sorted::indices, g.sources, true},
+                  {"edge_id", &Sorted::edge_id, edges, true},               {"out_indptr", &Sorted::out_indptr, edges + 1, false},
+                  {"out_slot", &Sorted::out_slot, edges, false},    {"out_indices", &Sorted::out_indices, g.destinations, false}};
     for (const Kernels *kernels : instruction_sets())
         for (int kind : {GAT, GATV2, DOT}) {
             const Changed changed{g, kind, *kernels};
             for (const auto &x : arrays) {
-                // the rows of sources are read again for Dot alone
-                const Status backward = x.array == &Sorted::source && kind != DOT ? DONE : OUT_OF_RANGE;
-                for (int64_t id : {int64_t(-1), int64_t(INT32_MIN), int64_t(INT32_MAX), x.named})
+                // only Dot reads the rows of sources again in backward
+                const Status backward = x.array == &Sorted::indices && kind != DOT ? DONE : OUT_OF_RANGE;
+                for (int64_t id : {int64_t(-1), int64_t(INT32_MIN), int64_t(INT32_MAX), x.limit})
                     for (int where : {0, 1, 2}) {
                         Sorted s = sorted(g);
                         std::vector<int32_t> &array = s.*x.array;
                         array[where * (array.size() - 1) / 2] = int32_t(id);
                         changed.expect(s, x.forward ? OUT_OF_RANGE : DONE, backward, std::string(x.name) + " " + std::to_string(id));
                     }
-                // ids that are there may be anybody's
+                // wrong ids that are in range are accepted
                 Sorted s = sorted(g);
-                if (x.array == &Sorted::first || x.array == &Sorted::out_first) continue;
-                std::fill((s.*x.array).begin(), (s.*x.array).end(), int32_t(x.named - 1));
+                if (x.array == &Sorted::indptr || x.array == &Sorted::out_indptr) continue;
+                std::fill((s.*x.array).begin(), (s.*x.array).end(), int32_t(x.limit - 1));
                 changed.expect(s, DONE, DONE, std::string("one ") + x.name + " for all");
             }
             Sorted s = sorted(g);
-            std::swap(s.first[g.destinations / 3], s.first[2 * g.destinations / 3]);
-            changed.expect(s, OUT_OF_RANGE, OUT_OF_RANGE, "first falls");
+            std::swap(s.indptr[g.destinations / 3], s.indptr[2 * g.destinations / 3]);
+            changed.expect(s, OUT_OF_RANGE, OUT_OF_RANGE, "indptr falls");
         }
 }
 
-void test_observe() {
+void test_score_stats() {
     Generator generator(4);
     for (int64_t keys : {1, 7, 16, 37, 130})
         for (int64_t queries : {1, 6, 33})
             for (int sums : {0, 1, 3, 4})
                 for (int64_t top : {0, 1, 5}) {
                     const bool odd = (keys + queries + sums + top) % 2;
-                    observed::Problem problem(2, queries, keys, 12, 29, sums, top, odd, !odd, generator);
+                    score_stats_test::Problem problem(2, queries, keys, 12, 29, sums, top, odd, !odd, generator);
                     for (const Kernels *kernels : instruction_sets()) {
-                        std::string wrong = observed::difference(problem, observed::by_blocks(problem, *kernels, 2));
-                        if (!wrong.empty()) fail(std::string(kernels->name) + ", observe: " + wrong);
+                        std::string wrong = score_stats_test::difference(problem, score_stats_test::by_blocks(problem, *kernels, 2));
+                        if (!wrong.empty()) fail(std::string(kernels->name) + ", score_stats: " + wrong);
                     }
                 }
 }
 
-void test_short() {
+void test_short_and_skinny_gemm() {
     Generator generator(5);
     for (const Kernels *kernels : instruction_sets()) {
-        std::string wrong = few::test<float>(*kernels, generator);
-        if (wrong.empty()) wrong = few::test<double>(*kernels, generator);
-        if (wrong.empty()) wrong = few::test_thin(*kernels, generator);
+        std::string wrong = short_test::test<float>(*kernels, generator);
+        if (wrong.empty()) wrong = short_test::test<double>(*kernels, generator);
+        if (wrong.empty()) wrong = short_test::test_skinny_gemm(*kernels, generator);
         if (!wrong.empty()) fail(std::string(kernels->name) + ", few keys: " + wrong);
     }
 }
 
 void test_grid() {
     Generator generator(6);
-    std::string wrong = windows::test<float>(instruction_sets(), generator);
-    if (wrong.empty()) wrong = windows::test<double>(instruction_sets(), generator);
+    std::string wrong = grid_test::test<float>(instruction_sets(), generator);
+    if (wrong.empty()) wrong = grid_test::test<double>(instruction_sets(), generator);
     if (!wrong.empty()) fail("windows of a grid: " + wrong);
 }
 
 void test_stiefel() {
     Generator generator(7);
     for (const Kernels *kernels : instruction_sets()) {
-        std::string wrong = orthonormal::test<float>(*kernels, generator);
-        if (wrong.empty()) wrong = orthonormal::test<double>(*kernels, generator);
+        std::string wrong = stiefel_test::test<float>(*kernels, generator);
+        if (wrong.empty()) wrong = stiefel_test::test<double>(*kernels, generator);
         if (!wrong.empty()) fail(std::string(kernels->name) + ", orthonormal columns: " + wrong);
     }
 }
@@ -350,8 +350,8 @@ int main() {
         random_graph("one node", 1, 1, 5003),
     };
     test_sort_refuses();
-    test_observe();
-    test_short();
+    test_score_stats();
+    test_short_and_skinny_gemm();
     test_grid();
     test_stiefel();
     for (const Graph &graph : graphs) {

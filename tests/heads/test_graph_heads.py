@@ -1,4 +1,4 @@
-"""The view on a graph: the same questions, answered edge by edge, beside the dense answers."""
+"""The view on a graph: its weights and metrics equal those of the same pairs as a mask."""
 
 import copy
 import pickle
@@ -29,7 +29,7 @@ def views(request):
     return layer(x, over=Graph(pairs, NODES))[1], layer(x, over=adjacency)[1], pairs
 
 
-def test_weights_are_in_the_order_given(views):
+def test_weights_are_in_the_order_of_the_edges(views):
     heads, dense, (source, destination) = views
     assert heads.shape == (*dense.shape[:-2], len(source))
     torch.testing.assert_close(heads.weights, dense.weights[..., destination, source])
@@ -37,36 +37,36 @@ def test_weights_are_in_the_order_given(views):
     assert (heads.ndim, len(heads), heads.dtype) == (len(heads.shape), heads.shape[0], torch.float32)
 
 
-@pytest.mark.parametrize("question", ["entropy", "received", "diversity", "distance", "heatmap", "agreement"])
-def test_the_answers_are_the_dense_ones(views, question):
+@pytest.mark.parametrize("metric", ["entropy", "received", "diversity", "distance", "heatmap", "agreement"])
+def test_metrics_equal_those_of_the_mask(views, metric):
     heads, dense, _ = views
-    torch.testing.assert_close(getattr(heads, question)(), getattr(dense, question)())
+    torch.testing.assert_close(getattr(heads, metric)(), getattr(dense, metric)())
 
 
 @pytest.mark.parametrize("on", ["self", "previous", "first", 2, torch.arange(NODES) % 2 == 0])
-def test_mass(views, on):
+def test_mass_equals_that_of_the_mask(views, on):
     heads, dense, _ = views
     torch.testing.assert_close(heads.mass(on), dense.mass(on))
 
 
-def test_mass_on_nodes_that_are_not_there(views):
-    with pytest.raises(ValueError, match=r"must be a bool tensor .* with 9 keys"):
+def test_mass_refuses_other_numbers_of_nodes(views):
+    with pytest.raises(ValueError, match=r"on must be a bool tensor \(..., 9\)"):
         views[0].mass(torch.ones(3, dtype=torch.bool))
 
 
 @pytest.mark.parametrize("k", [1, 3, NODES])
-def test_top(views, k):
+def test_top_equals_that_of_the_mask(views, k):
     heads, dense, _ = views
     for a, b in zip(heads.top(k), dense.top(k), strict=True):
         torch.testing.assert_close(a, b)
 
 
-def test_contribution(views):
+def test_contribution_equals_that_of_the_mask(views):
     heads, dense, (source, destination) = views
     torch.testing.assert_close(heads.contribution().weights, dense.contribution().weights[..., destination, source])
 
 
-def test_parts(views):
+def test_select_and_indexing_by_heads_edges_and_nodes(views):
     heads, _, (source, destination) = views
     whole = heads.weights
     torch.testing.assert_close(heads.select(heads=[2, 0]).weights, whole[..., [2, 0], :])
@@ -84,15 +84,15 @@ def test_parts(views):
         heads.select(edges=99)
 
 
-def test_edges_are_for_graphs(views):
+def test_edges_need_a_graph(views):
     _, dense, _ = views
-    with pytest.raises(ValueError, match="edges: this attention is not on a graph"):
+    with pytest.raises(ValueError, match="edges must be left out where the attention is not over a Graph"):
         dense.select(edges=[0])
-    with pytest.raises(ValueError, match="edge_index: this attention is not on a graph"):
+    with pytest.raises(ValueError, match="edge_index needs an attention over a Graph"):
         _ = dense.edge_index
 
 
-def test_lasting_copies(views):
+def test_copies_are_permanent(views):
     heads, _, _ = views
     whole = heads.weights
     for copied in (heads.detach(), heads.cpu(), pickle.loads(pickle.dumps(heads)), copy.deepcopy(heads)):
@@ -101,17 +101,17 @@ def test_lasting_copies(views):
     torch.testing.assert_close(torch.as_tensor(heads * 2), whole * 2)
 
 
-def test_a_stale_view():
+def test_a_stale_view_raises():
     weights = torch.rand(5)
     graph = Graph(torch.tensor([[0, 1, 2, 2, 0], [1, 0, 0, 1, 0]]), 3, weights=weights)
     layer = MultiHeadAttention(6, num_heads=2, score="gat")
     _, heads = layer(torch.randn(3, 6), over=graph)
-    lasting = heads.detach()
+    permanent = heads.detach()
     before = heads.weights
     weights.mul_(2)
     with pytest.raises(ValueError, match="stale: over changed in place"):
         _ = heads.weights
-    torch.testing.assert_close(lasting.weights, before.detach())
+    torch.testing.assert_close(permanent.weights, before.detach())
     _, heads = layer(torch.randn(3, 6), over=graph)
     with torch.no_grad():
         layer.score.source.add_(1.0)
@@ -119,14 +119,14 @@ def test_a_stale_view():
         heads.entropy()
 
 
-def test_edge_weights_show():
+def test_edge_weights_multiply_the_weights():
     graph = Graph(torch.tensor([[0, 1, 2], [0, 0, 1]]), 3, weights=torch.tensor([2.0, 2.0, 0.5]))
     _, heads = MultiHeadAttention(6, num_heads=2, score="gat")(torch.randn(3, 6), over=graph)
     torch.testing.assert_close(heads.weights[:, :2].sum(-1), torch.full((2,), 2.0))
     torch.testing.assert_close(heads.weights[:, 2], torch.full((2,), 0.5))
 
 
-def test_gradients_of_what_is_seen(views):
+def test_gradients_of_entropy_equal_those_of_the_mask(views):
     heads, dense, _ = views
     layer_grad = lambda view: torch.autograd.grad(view.entropy().square().sum(), view._part.call.q, retain_graph=True)[
         0
@@ -134,13 +134,13 @@ def test_gradients_of_what_is_seen(views):
     torch.testing.assert_close(layer_grad(heads), layer_grad(dense), atol=1e-5, rtol=1e-4)
 
 
-def test_pictures(views):
+def test_plot_and_html_have_a_picture_per_head(views):
     heads, _, _ = views
     assert len(heads.plot().axes) >= HEADS
     assert heads._repr_html_().count("<img") == HEADS
 
 
-def test_ranking():
+def test_agreement_is_one_for_static_attention():
     x = torch.randn(40, 6)
     graph = Graph(torch.randint(0, 40, (2, 100)), 40)
     static = MultiHeadAttention(6, num_heads=2, score="gat")(x, over=graph)[1]
@@ -152,7 +152,7 @@ def test_ranking():
         dynamic.agreement(1)
 
 
-def test_replaced_and_learned_weights_of_edges():
+def test_edge_weights_that_are_learned_or_replaced():
     graph = Graph(torch.tensor([[0, 1], [1, 0]]), 2, weights=torch.ones(2, requires_grad=True))
     layer = MultiHeadAttention(6, num_heads=2, score="gat").requires_grad_(False)
     _, heads = layer(torch.randn(2, 6), over=graph)
@@ -163,7 +163,7 @@ def test_replaced_and_learned_weights_of_edges():
         _ = heads.weights
 
 
-def test_negative_weights_of_edges_have_an_entropy():
+def test_entropy_of_negative_edge_weights():
     graph = Graph(torch.tensor([[0, 1, 0], [0, 0, 1]]), 2, weights=torch.tensor([-1.0, -1.0, 1.0]))
     _, heads = MultiHeadAttention(6, num_heads=2, score="gat")(torch.zeros(2, 6), over=graph)
     torch.testing.assert_close(

@@ -1,4 +1,4 @@
-"""Heads on a grid: where they look from a point, over the image, and around all points on average."""
+"""Heads on a grid: one query over an image, and weights by offset."""
 
 import itertools
 from pathlib import Path
@@ -11,19 +11,19 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from polyhead import Graph, MultiHeadAttention, Padding
 from polyhead.metrics import blockwise
 from polyhead.neighbourhood import Grid, Offsets
-from polyhead.plots import pixels
+from polyhead.pixels import to_rgb_pixels
 
 TAPS = [(-1, 0), (0, 0), (2, 1)]
 
 
-def looked(*shape, over=None, heads=6, queries=None):
+def make_heads(*shape, over=None, heads=6, queries=None):
     torch.manual_seed(0)
     mha = MultiHeadAttention(30, heads)
     x = torch.randn(*shape, 30)
     return mha(*((x,) if queries is None else (torch.randn(*shape[:-1], queries, 30), x)), over=over)[1]
 
 
-def defined(weights, sizes, reach, outputs=None, stride=None, special=0):
+def average_by_definition(weights, sizes, reach, outputs=None, stride=None, special=0):
     """`around` by its definition: loops over queries and steps."""
     outputs, stride = outputs or sizes, stride or (1,) * len(sizes)
     result = torch.zeros(*weights.shape[:-2], *(2 * n + 1 for n in reach))
@@ -51,21 +51,21 @@ def defined(weights, sizes, reach, outputs=None, stride=None, special=0):
     ],
     ids=str,
 )
-def test_around_is_its_definition(sizes, reach, options, monkeypatch):
+def test_around_equals_its_definition(sizes, reach, options, monkeypatch):
     over = Grid(*sizes, **options)
-    heads = looked(2, int(np.prod(sizes)), over=over, queries=int(np.prod(over.outputs)))
-    want = defined(heads.weights.detach(), sizes, reach, over.outputs, over.stride)
+    heads = make_heads(2, int(np.prod(sizes)), over=over, queries=int(np.prod(over.outputs)))
+    want = average_by_definition(heads.weights.detach(), sizes, reach, over.outputs, over.stride)
     assert heads.around(reach).shape == (2, 6, *(2 * n + 1 for n in reach))
     torch.testing.assert_close(heads.around(reach).detach(), want)
     # in blocks of a few queries
-    monkeypatch.setattr(blockwise, "BLOCK", 100)
+    monkeypatch.setattr(blockwise, "BLOCK_WEIGHTS", 100)
     torch.testing.assert_close(heads.around(reach).detach(), want)
     part = heads.select(heads=[4, 1])
     torch.testing.assert_close(part.around(reach).detach(), want[:, [4, 1]])
 
 
-def test_around_of_taps_is_the_taps():
-    heads = looked(2, 35, over=Offsets(TAPS, (5, 7)), heads=3)
+def test_around_of_offsets_is_one_cell_per_head():
+    heads = make_heads(2, 35, over=Offsets(TAPS, (5, 7)), heads=3)
     around = heads.around(2)
     for head, (down, right) in enumerate(TAPS):
         inside = (5 - abs(down)) * (7 - abs(right)) / 35
@@ -74,28 +74,30 @@ def test_around_of_taps_is_the_taps():
         torch.testing.assert_close(around[:, head].detach(), want.expand(2, 5, 5))
 
 
-def test_around_behind_special_tokens_and_of_a_part():
-    heads = looked(2, 37)
+def test_around_with_special_tokens_and_selected_queries():
+    heads = make_heads(2, 37)
     torch.testing.assert_close(
-        heads.around(1, grid=(5, 7)).detach(), defined(heads.weights.detach(), (5, 7), (1, 1), special=2)
+        heads.around(1, grid=(5, 7)).detach(), average_by_definition(heads.weights.detach(), (5, 7), (1, 1), special=2)
     )
-    # over all distances there is all weight of the points on points
+    # the sum over all offsets is the weight of points on points
     total = heads.around((4, 6), grid=(5, 7)).sum((-2, -1))
     torch.testing.assert_close(total, heads.weights[..., 2:, 2:].sum(-1).mean(-1))
     some = heads.select(queries=[0, 20, 9], keys=[9, 0, 21, 20])
     want = torch.zeros(37, 37)
     want[20, 20] = want[20, 21] = want[9, 9] = 1
     want = (heads.weights * want).detach()
-    torch.testing.assert_close(some.around(1, grid=(5, 7)).detach(), defined(want, (5, 7), (1, 1), special=2) * 35 / 2)
+    torch.testing.assert_close(
+        some.around(1, grid=(5, 7)).detach(), average_by_definition(want, (5, 7), (1, 1), special=2) * 35 / 2
+    )
 
 
 def test_around_has_gradients_and_takes_contributions():
-    heads = looked(1, 12, over=Grid(3, 4, window=3))
+    heads = make_heads(1, 12, over=Grid(3, 4, window=3))
     (by_blocks,) = torch.autograd.grad(heads.around(1)[..., 0, 0].sum(), heads._part.call.q, retain_graph=True)
-    whole = defined(heads.weights, (3, 4), (1, 1))[..., 0, 0].sum()
+    whole = average_by_definition(heads.weights, (3, 4), (1, 1))[..., 0, 0].sum()
     torch.testing.assert_close(by_blocks, torch.autograd.grad(whole, heads._part.call.q, retain_graph=True)[0])
     moved = heads.contribution()
-    torch.testing.assert_close(moved.around(1).detach(), defined(moved.weights.detach(), (3, 4), (1, 1)))
+    torch.testing.assert_close(moved.around(1).detach(), average_by_definition(moved.weights.detach(), (3, 4), (1, 1)))
 
 
 def drawn(axis):
@@ -104,12 +106,12 @@ def drawn(axis):
 
 
 def test_one_query_over_an_image():
-    heads = looked(2, 35, over=Offsets(TAPS, (5, 7)), heads=3)
+    heads = make_heads(2, 35, over=Offsets(TAPS, (5, 7)), heads=3)
     photo = torch.rand(3, 50, 70)
     figure = heads.plot(image=photo, at=(2, 3), batch=1)
     first, *rest = figure.axes[:4]
     assert [axis.get_title() for axis in figure.axes[:4]] == ["query (2, 3)", "head 0", "head 1", "head 2"]
-    np.testing.assert_array_equal(first.images[0].get_array(), pixels(photo))
+    np.testing.assert_array_equal(first.images[0].get_array(), to_rgb_pixels(photo))
     for axis, (down, right) in zip(rest, TAPS, strict=True):
         weights, frames = drawn(axis)
         assert np.unravel_index(weights.argmax(), (5, 7)) == (2 + down, 3 + right)
@@ -117,7 +119,7 @@ def test_one_query_over_an_image():
         assert frames == {(2.5, 1.5)}
         assert len(axis.images) == 2 and axis.images[0].get_extent() == axis.images[1].get_extent()
         assert axis.get_aspect() == 1
-    # seen on the picture itself: the brightest red is where the weight is
+    # on the rendered figure, the reddest point is where the weight is
     canvas = FigureCanvasAgg(figure)
     canvas.draw()
     seen = np.asarray(canvas.buffer_rgba())[..., :3].astype(int)
@@ -128,8 +130,8 @@ def test_one_query_over_an_image():
     assert figure.axes[-1].get_ylabel() == "weight of query (2, 3)"
 
 
-def test_the_middle_is_looked_at_and_an_image_is_not_needed():
-    heads = looked(35, over=Grid(5, 7, window=3))
+def test_the_default_query_is_in_the_middle_and_the_image_is_optional():
+    heads = make_heads(35, over=Grid(5, 7, window=3))
     figure = heads.plot(at=(2, 3))
     np.testing.assert_allclose(drawn(figure.axes[4])[0], heads[4, 17].detach().view(5, 7), atol=1e-6)
     assert len(figure.axes[4].images) == 1 and figure.axes[0].get_title() == "head 0"
@@ -140,9 +142,9 @@ def test_the_middle_is_looked_at_and_an_image_is_not_needed():
     assert "contribution" in heads.contribution().plot(at=(1, 1)).axes[-1].get_ylabel()
 
 
-def test_with_a_stride_the_query_stands_among_the_keys():
+def test_with_a_stride_the_query_is_at_a_point_of_the_keys():
     over = Grid(6, 8, window=3, stride=2)
-    heads = looked(48, over=over, queries=12)
+    heads = make_heads(48, over=over, queries=12)
     figure = heads.plot(at=(1, 3), image=torch.rand(6, 8))
     assert figure.axes[0].get_title() == "query (1, 3), at point (2, 6)"
     weights, frames = drawn(figure.axes[1])
@@ -150,8 +152,8 @@ def test_with_a_stride_the_query_stands_among_the_keys():
     np.testing.assert_allclose(weights, heads[0, 7].detach().view(6, 8), atol=1e-6)
 
 
-def test_patches_behind_special_tokens():
-    heads = looked(2, 37)
+def test_patches_after_special_tokens():
+    heads = make_heads(2, 37)
     figure = heads.plot(image=np.zeros((35, 49), np.uint8), grid=(5, 7), at=(4, 6))
     weights, frames = drawn(figure.axes[3])
     np.testing.assert_allclose(weights, heads[0, 2, 36, 2:].detach().view(5, 7), atol=1e-6)
@@ -162,24 +164,24 @@ def test_patches_behind_special_tokens():
     weights, frames = drawn(cls.axes[1])
     np.testing.assert_allclose(weights, heads[0, 0, 0, 2:].detach().view(5, 7), atol=1e-6)
     assert not frames and cls.axes[0].get_title() == "token 0"
-    # one token asks all patches
-    asks = looked(36, queries=1)
+    # one token attends to all patches
+    cls = make_heads(36, queries=1)
     np.testing.assert_allclose(
-        drawn(asks.plot(grid=(5, 7), at=0).axes[0])[0], asks[0, 0, 1:].detach().view(5, 7), atol=1e-6
+        drawn(cls.plot(grid=(5, 7), at=0).axes[0])[0], cls[0, 0, 1:].detach().view(5, 7), atol=1e-6
     )
     keys = heads.select(keys=[0, 5, 9]).plot(grid=(5, 7), at=(0, 0))
     assert (drawn(keys.axes[0])[0] > 0).sum() == 2
 
 
-def test_pictures_of_what_is_around():
-    heads = looked(2, 35, over=Offsets(TAPS, (5, 7)), heads=3)
+def test_pictures_of_weights_by_offset():
+    heads = make_heads(2, 35, over=Offsets(TAPS, (5, 7)), heads=3)
     figure = heads.plot(around=2)
     for axis, (down, right) in zip(figure.axes, TAPS, strict=False):
         weights, frames = drawn(axis)
         row, column = np.unravel_index(weights.argmax(), (5, 5))
         assert (row - 2, column - 2) == (down, right)
         assert frames == {(-0.5, -0.5)} and list(axis.images[0].get_extent()) == [-2.5, 2.5, 2.5, -2.5]
-    line = looked(11, over=Grid(11, window=5))
+    line = make_heads(11, over=Grid(11, window=5))
     np.testing.assert_allclose(drawn(line.plot(around=3).axes[0])[0][0], line.around(3)[0].detach(), atol=1e-6)
     # a grid of one axis is drawn as any sequence
     assert drawn(line.plot().axes[0])[0].shape == (11, 11)
@@ -193,31 +195,31 @@ def test_pictures_of_what_is_around():
     ],
     ids=lambda image: f"{image.dtype} {tuple(image.shape)}",
 )  # fmt: skip
-def test_images_of_all_forms(image):
-    seen = pixels(image)
+def test_images_of_all_layouts_and_dtypes(image):
+    seen = to_rgb_pixels(image)
     assert seen.shape == (4, 6, 3) and seen.dtype == np.uint8
     values = image.detach().float().numpy() if isinstance(image, torch.Tensor) else image
     value = values[2, 5] if values.shape[:2] == (4, 6) else values[..., 2, 5]
     assert np.allclose(seen[2, 5], 255 * np.atleast_1d(value)[:3], atol=0.6)
 
 
-def test_the_range_of_an_image():
+def test_values_of_an_image_are_scaled_to_bytes():
     bytes_ = np.arange(24, dtype=np.uint8).reshape(4, 6)
-    assert (pixels(bytes_)[..., 0] == bytes_).all()
-    assert (pixels(bytes_.astype(np.int64))[..., 0] == bytes_).all()
+    assert (to_rgb_pixels(bytes_)[..., 0] == bytes_).all()
+    assert (to_rgb_pixels(bytes_.astype(np.int64))[..., 0] == bytes_).all()
     normalised = torch.linspace(-2.1, 2.6, 24).view(4, 6)
-    assert pixels(normalised).min() == 0 and pixels(normalised).max() == 255
-    assert pixels(torch.full((4, 6), 7.0)).max() == 0
-    assert pixels(torch.ones(4, 6, dtype=torch.bool)).min() == 255
-    # a mask of whole numbers is no picture that is all but black
+    assert to_rgb_pixels(normalised).min() == 0 and to_rgb_pixels(normalised).max() == 255
+    assert to_rgb_pixels(torch.full((4, 6), 7.0)).max() == 0
+    assert to_rgb_pixels(torch.ones(4, 6, dtype=torch.bool)).min() == 255
+    # a mask of integers is scaled: 0 and 1 become 0 and 255
     for kind in (np.uint8, np.int64):
         mask = np.eye(4, 6, dtype=kind)
-        assert (pixels(mask)[..., 0] == 255 * mask).all()
-    assert pixels(np.zeros((4, 6), np.uint8)).max() == 0
+        assert (to_rgb_pixels(mask)[..., 0] == 255 * mask).all()
+    assert to_rgb_pixels(np.zeros((4, 6), np.uint8)).max() == 0
 
 
-def test_a_large_image_is_shrunk_before_it_is_drawn():
-    heads = looked(35, over=Grid(5, 7, window=3))
+def test_a_large_image_is_shrunk_before_plotting():
+    heads = make_heads(35, over=Grid(5, 7, window=3))
     photo = np.zeros((3000, 4200, 3), np.uint8)
     photo[:1500] = 200
     figure = heads.plot(image=photo, at=(2, 3))
@@ -230,7 +232,7 @@ def test_a_large_image_is_shrunk_before_it_is_drawn():
     assert all((grey == greys[0]).all() for grey in greys)
 
 
-def test_even_attention_is_not_painted_as_strong():
+def test_uniform_attention_is_shown_as_weak():
     mha = MultiHeadAttention(30, 2)
     torch.nn.init.zeros_(mha.q_proj.weight)
     heads = mha(torch.randn(35, 30), over=Grid(5, 7))[1]
@@ -238,8 +240,8 @@ def test_even_attention_is_not_painted_as_strong():
     norm = figure.axes[1].images[-1].norm
     assert norm.vmax == pytest.approx(4 / 35) and norm(1 / 35) == pytest.approx(0.5)
     assert heads.contribution().plot(at=(2, 3)).axes[0].images[-1].norm(0) == 0
-    # a strong weight is the top of the scale, as ever
-    one = looked(35, over=Offsets(TAPS, (5, 7)), heads=3).plot(at=(2, 3))
+    # a large weight is the top of the scale
+    one = make_heads(35, over=Offsets(TAPS, (5, 7)), heads=3).plot(at=(2, 3))
     assert one.axes[0].images[-1].norm.vmax == 1
 
 
@@ -252,22 +254,31 @@ def test_many_heads_fit_on_a_figure(number, tall):
         assert sum(axis.get_title().startswith("head ") for axis in figure.axes) == number
 
 
-def test_what_is_wrong_is_said():
+def test_error_messages_on_grids():
     on_grid, plain, on_graph = (
-        looked(35, over=over) for over in (Grid(5, 7), None, Graph(torch.tensor([[0, 1], [1, 2]]), 35))
+        make_heads(35, over=over) for over in (Grid(5, 7), None, Graph(torch.tensor([[0, 1], [1, 2]]), 35))
     )
-    solid, photo = looked(24, over=Grid(2, 3, 4)), torch.rand(3, 50, 70)
+    solid, photo = make_heads(24, over=Grid(2, 3, 4)), torch.rand(3, 50, 70)
     for make, message in [
-        (lambda: plain.plot(image=photo), r"Dense\(\) does not say where items stand; pass grid=\(height, width\)"),
-        (lambda: looked(35, over=Padding(torch.tensor(30))).around(1), "does not say where items stand"),
-        (lambda: on_graph.around(1), "this attention is on a graph"),
-        (lambda: on_graph.plot(image=photo), "this attention is on a graph"),
-        (lambda: plain.around(1, grid=(6, 7)), "6 x 7 are 42 points, but there are 35 keys"),
+        (
+            lambda: plain.plot(image=photo),
+            r"grid must be \(height, width\) where over has no coordinates, got None for Dense\(\); pass",
+        ),
+        (
+            lambda: make_heads(35, over=Padding(torch.tensor(30))).around(1),
+            "where over has no coordinates, got None for Padding",
+        ),
+        (lambda: on_graph.around(1), "over must be a Grid for results on a grid, got Graph"),
+        (lambda: on_graph.plot(image=photo), "over must be a Grid for results on a grid, got Graph"),
+        (lambda: plain.around(1, grid=(6, 7)), "at most as many points as there are keys, 35, got 6 x 7 = 42"),
         (
             lambda: plain.around(1, grid=(0, 7)),
             r"grid\[0\] must be an integer in \[1, 2147483647\], got 0; it is \(height, width\)",
         ),
-        (lambda: on_grid.around(1, grid=(7, 5)), "but the keys of this attention stand on"),
+        (
+            lambda: on_grid.around(1, grid=(7, 5)),
+            r"grid must be \(5, 7\), the grid of this attention's keys, got \(7, 5\)",
+        ),
         (
             lambda: on_grid.around(-1),
             r"reach must be an integer in \[0, 2147483647\], got -1",
@@ -276,31 +287,49 @@ def test_what_is_wrong_is_said():
         (lambda: on_grid.plot(at=(5, 0)), r"at\[0\] must be an integer in \[0, 4\], got 5"),
         (
             lambda: on_grid.plot(at="cls"),
-            r"at must be a point of 5 x 7 queries, \(row, column\), or a query's number, got 'cls'",
+            r"at must be a point of 5 x 7 queries, \(row, column\), or the index of a query, got 'cls'",
         ),
         (lambda: on_grid.plot(at=35), r"at must be an integer in \[0, 34\], got 35; there are 35 queries"),
-        (lambda: on_grid.select(queries=[3]).plot(at=(1, 1)), "query 8 is not among those that this view looks at"),
-        (lambda: looked(36, queries=1).plot(grid=(5, 7)), "no query is a point of the grid; pass a query's number"),
-        (lambda: solid.plot(image=photo), "the grid has 3 axes, and this picture two"),
-        (lambda: solid.plot(around=1), "the grid has 3 axes"),
-        (lambda: looked(11, over=Grid(11)).plot(at=(3,)), "the grid has 1 axis"),
-        (lambda: on_grid.plot(image=torch.rand(2, 3, 8, 8)), r"shape \(2, 3, 8, 8\); .* of a batch pass one image"),
+        (
+            lambda: on_grid.select(queries=[3]).plot(at=(1, 1)),
+            "at must be one of the queries that this view selects, got query 8",
+        ),
+        (
+            lambda: make_heads(36, queries=1).plot(grid=(5, 7)),
+            r"at must be the index of a query, .* where only keys are points of the grid, got None",
+        ),
+        (lambda: solid.plot(image=photo), "grid must have 2 axes for this picture, got 3"),
+        (lambda: solid.plot(around=1), "grid must have 1 or 2 axes for this picture, got 3"),
+        (lambda: make_heads(11, over=Grid(11)).plot(at=(3,)), "grid must have 2 axes for this picture, got 1"),
+        (lambda: on_grid.plot(image=torch.rand(2, 3, 8, 8)), r"shape \(2, 3, 8, 8\); of a batch pass one image"),
         (lambda: on_grid.plot(image=torch.rand(8, 8, 2)), "with 1, 3 or 4 channels"),
-        (lambda: on_grid.plot(image=photo.log() / 0), "not finite"),
+        (lambda: on_grid.plot(image=photo.log() / 0), "image must be finite, got NaN or inf"),
         (
             lambda: on_grid.plot(image="photo.png"),
-            "image: it is 'photo.png', the name of a file; open it first: PIL.Image.open",
+            "image must be a NumPy array, a tensor or a PIL image, got the path 'photo.png'; open it first: PIL.Image.open",
         ),
-        (lambda: on_grid.plot(image=Path("photo.png")), "image: it is 'photo.png', the name of a file"),
+        (
+            lambda: on_grid.plot(image=Path("photo.png")),
+            "image must be a NumPy array, a tensor or a PIL image, got the path 'photo.png'",
+        ),
         (lambda: on_grid.plot(around=-1), r"around must be an integer in \[0, 2147483647\], got -1"),
         (
             lambda: on_grid.plot(image=photo, around=1),
-            "around: it draws the average over all queries, which stands nowhere",
+            "around must be left out with image or at, got 1; it draws the mean over all queries",
         ),
-        (lambda: on_grid.plot(at=(1, 1), around=1), "leave it out, or image and at"),
-        (lambda: on_grid.plot(image=photo, tokens=["a"]), "tokens: it is for heat-maps"),
-        (lambda: on_grid.plot(image=photo, size=64), "size: it is for heat-maps"),
-        (lambda: on_grid.plot(around=1, size=64), "size: it is for heat-maps"),
+        (lambda: on_grid.plot(at=(1, 1), around=1), "around must be left out with image or at, got 1"),
+        (
+            lambda: on_grid.plot(image=photo, tokens=["a"]),
+            "tokens must be left out with image, at, grid or around, got .*; it is for heat-maps",
+        ),
+        (
+            lambda: on_grid.plot(image=photo, size=64),
+            "size must be left out with image, at, grid or around, got 64; it is for heat-maps",
+        ),
+        (
+            lambda: on_grid.plot(around=1, size=64),
+            "size must be left out with image, at, grid or around, got 64; it is for heat-maps",
+        ),
         (lambda: on_grid.plot(image=photo, batch=1), r"batch must be an integer in \[0, 0\], got 1"),
     ]:
         with pytest.raises(ValueError, match=message):

@@ -1,4 +1,4 @@
-"""Heads to make pages of, and a browser to open them in."""
+"""Recorded heads, and a browser that opens their pages."""
 
 import shutil
 
@@ -11,7 +11,7 @@ _SWITCHES = ["--no-sandbox", "--disable-gpu", "--disable-background-networking",
 
 @pytest.fixture
 def seen():
-    """Two layers of four heads that read `TEXT`, by their names."""
+    """The heads of two layers on `TEXT`, by layer name."""
     with torch.no_grad():
         x = torch.randn(2, len(TEXT.pieces), 32)
         return {f"encoder.layer.{i}": layer()(x)[1] for i in range(2)}
@@ -22,8 +22,8 @@ def browser():
     """Debian's Chromium, driven by Playwright."""
     path = shutil.which("chromium") or shutil.which("chromium-browser")
     if path is None:
-        pytest.skip("chromium is not there: apt-get install chromium")
-    sync = pytest.importorskip("playwright.sync_api", reason="playwright is not there: pip install playwright")
+        pytest.skip("chromium is not installed: apt-get install chromium")
+    sync = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install playwright")
     with sync.sync_playwright() as playwright:
         started = playwright.chromium.launch(executable_path=path, args=_SWITCHES)
         yield started
@@ -32,7 +32,7 @@ def browser():
 
 @pytest.fixture
 def opened(browser, tmp_path):
-    """Open a report; at the end nothing may have been said on the console, and nothing asked of any network."""
+    """Open reports in the browser. Console messages, errors and network requests fail the test."""
     contexts, complaints = [], []
 
     def open_(report, **options):
@@ -52,7 +52,7 @@ def opened(browser, tmp_path):
     yield open_
     for context in contexts:
         context.close()
-    # a saved file is handed over under a blob: name, which goes to no network
+    # exported files have blob: addresses, which are not network requests
     assert [
         one for one in complaints if not one.startswith("request: blob:") and not one.startswith("request: data:,")
     ] == []

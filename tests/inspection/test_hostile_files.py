@@ -41,16 +41,16 @@ def large(path):
 
 
 KINDS = {
-    "device": (device, "must be a regular file, got a character device; write what it gives to a file first"),
-    "fifo": (fifo, "must be a regular file, got a FIFO; write what it gives to a file first"),
+    "device": (device, "must be a regular file, got a character device; write its content to a file first"),
+    "fifo": (fifo, "must be a regular file, got a FIFO; write its content to a file first"),
     "directory": (directory, "[Ii]s a directory"),
     "large": (large, "must have at most [0-9,]+ bytes, got more"),
 }
 READERS = """
-from polyhead.cli.inspect import _read
+from polyhead.cli.inspect import _read_text_file
 from polyhead.inspection.roles.corpus import gap, own_pairs, treebank
 from polyhead.inspection.vision_loading import read_image
-readers = {"treebank": treebank, "gap": gap, "pairs": own_pairs, "text": _read, "image": read_image}
+readers = {"treebank": treebank, "gap": gap, "pairs": own_pairs, "text": _read_text_file, "image": read_image}
 
 def call(path):
     return len(readers[Path(path).stem](Path(path)))
@@ -86,7 +86,7 @@ def test_files_that_do_not_end(reader, kind, said):
 def test_files_that_grow_when_they_are_opened(reader, said):
     error, message, seconds = said[f"{reader}.bomb"]
     assert error == "ValueError" and seconds < 30
-    assert f"{reader}.bomb must have at most 134,217,728 bytes once it is decompressed, got more" in message
+    assert f"{reader}.bomb must have at most 134,217,728 bytes after decompression, got more" in message
 
 
 def test_a_file_of_many_parts_is_read_whole(tmp_path):
@@ -99,13 +99,13 @@ def test_a_file_of_many_parts_is_read_whole(tmp_path):
     [
         (treebank, "x" * 1_000_001, "file, line 1: a line must have at most 1,000,000 characters, got 1,000,001"),
         (treebank, "".join(WORD.replace("1", str(n), 1) for n in range(1, 10_002)), "file, line 10001: a sentence must have at most 10,000 words"),
-        (treebank, WORD.replace("\t0\t", f"\t{'9' * 5000}\t"), "file, line 1: the number of the word's head is '9{59}; it must be a whole number"),
+        (treebank, WORD.replace("\t0\t", f"\t{'9' * 5000}\t"), "file, line 1: the head of the word must be an integer, 0 for the root, got '9{59}"),
         (treebank, f"# coref = 1>{'9' * 5000}\n{WORD}", "file, line 1: .*9{20}"),
         (own_pairs, "a " * 10_001 + "\t1>2", "file, line 1: a sentence must have at most 10,000 words"),
         (own_pairs, f"a b\t1>{'9' * 5000}", "file, line 1: .*9{20}"),
-        (own_pairs, "a " * 9_999 + "b\ta>b", "file, line 1: 'a' stands there as word 1 and 2 and .{,40}; write the number"),
+        (own_pairs, "a " * 9_999 + "b\ta>b", "file, line 1: a pair must name a word that occurs once, got 'a', which is word 1 and 2 and .{,40}; write its number"),
         (gap, f"{HEADER}1\t{'a ' * 10_001}\ta\t0\ta\t0\tTRUE\ta\t0\tFALSE\tu", "file, line 2: a sentence must have at most 10,000 words"),
-        (gap, f"{HEADER}1\ta b c\ta\t{'9' * 5000}\tb\t2\tTRUE\tc\t4\tFALSE\tu", "file, line 2: Pronoun is 'a', which does not stand at '9{59} of its text"),
+        (gap, f"{HEADER}1\ta b c\ta\t{'9' * 5000}\tb\t2\tTRUE\tc\t4\tFALSE\tu", "file, line 2: Pronoun must be in the text at Pronoun-offset '9{59}, got 'a'"),
     ],
 )  # fmt: skip
 def test_lines_and_sentences_that_are_too_long(read, text, message, tmp_path):
@@ -127,7 +127,7 @@ def test_many_pairs_of_a_long_sentence(tmp_path):
 def test_too_many_sentences(tmp_path, monkeypatch):
     (tmp_path / "file").write_text((WORD + "\n") * 11)
     assert len(treebank(tmp_path / "file")) == 11
-    monkeypatch.setattr(_limits, "SENTENCES", 10)
+    monkeypatch.setattr(_limits, "CORPUS_SENTENCES", 10)
     with pytest.raises(ValueError, match="file must have at most 10 sentences, got more; pass a part of it"):
         treebank(tmp_path / "file")
 
@@ -148,7 +148,7 @@ def test_images_of_too_many_pixels(size, tmp_path):
     vision = pytest.importorskip("polyhead.inspection.vision_loading")
     pytest.importorskip("PIL", reason="pip install 'polyhead[inspect]'")
     (tmp_path / "image.png").write_bytes(png(*size))
-    with pytest.raises(ValueError, match=r"image: .*image\.png cannot be read as an image: .*(pixels|exceeds limit)"):
+    with pytest.raises(ValueError, match=r"image .*image\.png cannot be read: .*(pixels|exceeds limit)"):
         vision.read_image(tmp_path / "image.png")
 
 
@@ -156,7 +156,7 @@ def test_images_that_another_program_would_read(tmp_path):
     vision = pytest.importorskip("polyhead.inspection.vision_loading")
     pytest.importorskip("PIL", reason="pip install 'polyhead[inspect]'")
     (tmp_path / "image.png").write_text("%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n%%EndComments\n%%EOF\n")
-    with pytest.raises(ValueError, match=r"image\.png cannot be read as an image: it is of no kind that Pillow knows"):
+    with pytest.raises(ValueError, match=r"image\.png cannot be read: Pillow does not know its format"):
         vision.read_image(tmp_path / "image.png")
 
 
@@ -185,45 +185,43 @@ def configure(folder, **fields):
     [
         ({"num_hidden_layers": 300_000}, r"config\.json: num_hidden_layers must be at most 1,000, got 300,000"),
         ({"text_config": {"n_layers": 10**9}}, r"config\.json: n_layers must be at most 1,000, got 1,000,000,000"),
-        ({"num_hidden_layers": 3}, r"must have all tensors of its layers, got none of the \d+ such as layers\.2\."),
-        ({"vocab_size": 10**9}, r"config\.json: the weights beside it must hold the [\d,]+ parameters that it speaks of, got [\d,]+ bytes"),
-        ({"vocab_size": 33}, "transformers says: "),
-        ({"hidden_size": 10**9}, "transformers says: "),
-        ({"num_attention_heads": 0}, "transformers says: "),
-        ({"vocab_size": "x"}, "transformers says: .*vocab_size.*"),
-        ({"model_type": ["gpt_neox"]}, "transformers says: "),
-        ({"model_type": "own", "auto_map": {"AutoModel": "own.Own", "AutoConfig": "own.Config"}}, "transformers says: .*custom code"),
+        ({"num_hidden_layers": 3}, r"must have all tensors of its layers, but lacks \d+, such as layers\.2\."),
+        ({"vocab_size": 10**9}, r"config\.json: its [\d,]+ parameters must be in the weights beside it, got [\d,]+ bytes"),
+        ({"vocab_size": 33}, "cannot be read by transformers: "),
+        ({"hidden_size": 10**9}, "cannot be read by transformers: "),
+        ({"num_attention_heads": 0}, "cannot be read by transformers: "),
+        ({"vocab_size": "x"}, "cannot be read by transformers: .*vocab_size.*"),
+        ({"model_type": ["gpt_neox"]}, "cannot be read by transformers: "),
+        ({"model_type": "own", "auto_map": {"AutoModel": "own.Own", "AutoConfig": "own.Config"}}, "cannot be read by transformers: .*custom code"),
     ],
 )  # fmt: skip
-def test_models_of_transformers(fields, message, folder):
-    from polyhead.inspection.model_loading import of_transformers
+def test_models_load_transformers(fields, message, folder):
+    from polyhead.inspection.model_loading import load_transformers_model
 
-    assert not of_transformers(str(folder)).training
+    assert not load_transformers_model(str(folder)).training
     configure(folder, **fields)
     with pytest.raises(ValueError, match=message):
-        of_transformers(str(folder))
+        load_transformers_model(str(folder))
 
 
 def test_weights_that_are_not_there(folder):
-    from polyhead.inspection.model_loading import of_transformers
+    from polyhead.inspection.model_loading import load_transformers_model
 
     header = b'{"__metadata__":{"format":"pt"}}'
     (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
-    with pytest.raises(
-        ValueError, match=r"must have all tensors of its layers, got none of the \d+ such as layers\.0\."
-    ):
-        of_transformers(str(folder))
+    with pytest.raises(ValueError, match=r"must have all tensors of its layers, but lacks \d+, such as layers\.0\."):
+        load_transformers_model(str(folder))
     (folder / "model.safetensors").write_bytes(b"\x10")
-    with pytest.raises(ValueError, match="transformers says: "):
-        of_transformers(str(folder))
+    with pytest.raises(ValueError, match="cannot be read by transformers: "):
+        load_transformers_model(str(folder))
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("[" * 100_000, "it is not JSON"),
-        ("[]", "it holds a list; it must hold an object"),
-        ('{"image_mean": [0.5, 0.5]}', r"image_mean must be a number, or three, got \[0.5, 0.5\]"),
+        ("[" * 100_000, "the file must be JSON"),
+        ("[]", "the file must hold a JSON object, got a list"),
+        ('{"image_mean": [0.5, 0.5]}', r"image_mean must be one number or three, got \[0.5, 0.5\]"),
         ('{"image_std": ["x", 1, 1]}', r"image_std\[0\] must be a number, got 'x'"),
         ('{"image_std": NaN}', "image_std must be a number, got nan"),
         ('{"rescale_factor": 1e999}', "rescale_factor must be a number, got inf"),
@@ -232,8 +230,8 @@ def test_weights_that_are_not_there(folder):
     ],
 )
 def test_how_images_are_prepared(content, message, tmp_path):
-    from polyhead.inspection.vision_loading import _prepared
+    from polyhead.inspection.vision_loading import _read_preprocessing_options
 
     (tmp_path / "preprocessor_config.json").write_text(content)
     with pytest.raises(ValueError, match=rf"preprocessor_config\.json: {message}"):
-        _prepared(str(tmp_path))
+        _read_preprocessing_options(str(tmp_path))

@@ -1,4 +1,4 @@
-"""Small models of transformers with random weights, on two attentions, and batches for them."""
+"""Small models of transformers with random weights, with eager and polyhead attention, and batches for them."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ huggingface.register()
 transformers.logging.set_verbosity_error()
 
 VOCABULARY, BATCH, ITEMS, WINDOW = 97, 3, 19, 5
-# weights so large that every head has a mind of its own
-LOUD = {"vocab_size": VOCABULARY, "initializer_range": 0.3}
+# weights so large that heads differ
+LARGE_WEIGHTS = {"vocab_size": VOCABULARY, "initializer_range": 0.3}
 DEEP = {"hidden_size": 48, "intermediate_size": 36, "num_hidden_layers": 2, "max_position_embeddings": 160}
-GROUPED = {**LOUD, **DEEP, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 10}
+GROUPED = {**LARGE_WEIGHTS, **DEEP, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 10}
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 CONFIGS: dict[str, PreTrainedConfig] = {
-    "bert": transformers.BertConfig(**LOUD, **DEEP, **NO_DROPOUT, num_attention_heads=3),
+    "bert": transformers.BertConfig(**LARGE_WEIGHTS, **DEEP, **NO_DROPOUT, num_attention_heads=3),
     "gpt2": transformers.GPT2Config(
-        **LOUD, n_embd=33, n_layer=2, n_head=3, n_positions=160, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0
+        **LARGE_WEIGHTS, n_embd=33, n_layer=2, n_head=3, n_positions=160, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0
     ),
     "llama": transformers.LlamaConfig(**GROUPED),
     "mistral": transformers.MistralConfig(**GROUPED, sliding_window=WINDOW),
@@ -35,7 +35,7 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         layer_types=["sliding_attention", "full_attention"],
     ),
     "modernbert": transformers.ModernBertConfig(
-        **LOUD, **DEEP, num_attention_heads=3, local_attention=2 * WINDOW, global_attn_every_n_layers=2, pad_token_id=0
+        **LARGE_WEIGHTS, **DEEP, num_attention_heads=3, local_attention=2 * WINDOW, global_attn_every_n_layers=2, pad_token_id=0
     ),
     "t5": transformers.T5Config(
         vocab_size=VOCABULARY, d_model=33, d_kv=7, d_ff=31, num_layers=2, num_heads=3, dropout_rate=0.0,
@@ -55,7 +55,7 @@ TEXT = [name for name in CONFIGS if name != "vit"]
 
 
 def pair(name: str, kind: Any = AutoModel, **options: Any) -> tuple[PreTrainedModel, PreTrainedModel]:
-    """A model on transformers' eager attention and the same on ours."""
+    """A model with eager attention and the same model with ours."""
     made = []
     for attention in ("eager", "polyhead"):
         config = copy.deepcopy(CONFIGS[name])
@@ -72,7 +72,7 @@ def pair(name: str, kind: Any = AutoModel, **options: Any) -> tuple[PreTrainedMo
 
 
 def padding(left: bool = False) -> Tensor:
-    """A row without padding, one padded at the left and, unless only that is wanted, one at the right."""
+    """A row without padding, one padded on the left, and one padded on the right, or on the left if `left`."""
     real = torch.ones(BATCH, ITEMS, dtype=torch.long)
     real[1, :7] = 0
     real[2, slice(0, 2) if left else slice(ITEMS - 4, ITEMS)] = 0
@@ -80,7 +80,7 @@ def padding(left: bool = False) -> Tensor:
 
 
 def batch(name: str, padded: bool, left: bool = False) -> dict[str, Tensor]:
-    """What a model is called with."""
+    """The arguments of a model."""
     if name == "vit":
         return {"pixel_values": torch.randn(BATCH, 3, 15, 15)}
     given = {"input_ids": torch.randint(3, VOCABULARY, (BATCH, ITEMS))}
@@ -92,7 +92,7 @@ def batch(name: str, padded: bool, left: bool = False) -> dict[str, Tensor]:
 
 
 def real(given: dict[str, Tensor], outputs: Tensor) -> Tensor:
-    """The rows of an output that are not padding's."""
+    """The rows of an output that are not padding."""
     mask = given.get("attention_mask")
     whole = mask is None or mask.shape != outputs.shape[:2]
     return outputs.flatten(0, 1) if whole else outputs[mask.bool()]

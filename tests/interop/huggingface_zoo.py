@@ -1,7 +1,7 @@
-"""Every architecture of transformers, built small, on polyhead's attention and on its own: a table of what works.
+"""Build every architecture of transformers small, with polyhead's attention and its own: a table of what works.
 
-`python tests/interop/huggingface_zoo.py` walks all of them and compares with `huggingface_zoo.tsv`, which `--write`
-writes anew. Names of architectures walk these alone.
+`python tests/interop/huggingface_zoo.py` runs all of them and compares with `huggingface_zoo.tsv`, which `--write`
+replaces. With names of architectures it runs only these.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from zoo_configs import SIZES, small
 from zoo_inputs import candidates
 
 from polyhead.interop import huggingface
-from polyhead.interop.huggingface.attention import attention
+from polyhead.interop.huggingface.attention import polyhead_attention_forward
 
 TABLE = Path(__file__).with_suffix(".tsv")
-# an architecture whose smallest form has more is not run
+# architectures whose smallest form has more are not run
 MOST_PARAMETERS = 80_000_000
 
 
 class Verdict(NamedTuple):
-    """What became of an architecture: it works, it is refused, or transformers' own attention cannot run it here.
+    """The result for an architecture: it works, it is refused, or it cannot be run with eager attention here.
 
-    The note of one that works says where some of it runs on another attention; that of the others has the reason.
+    If it works, the note names parts that use another attention; otherwise it is the reason.
     """
 
     status: str
@@ -60,7 +60,7 @@ def _model_class(config: type[PreTrainedConfig]) -> type[PreTrainedModel] | None
     try:
         kinds = MODEL_MAPPING[config]
         return kinds[0] if isinstance(kinds, list | tuple) else kinds
-    # it has no model of its own, or one that is not there
+    # it has no model, or one that is not installed
     except (KeyError, ValueError):
         kinds = [x for x in vars(_modelling(config)).values() if isinstance(x, type) and issubclass(x, PreTrainedModel)]
     kinds = [x for x in kinds if x.config_class is config and not x.__name__.endswith("PreTrainedModel")]
@@ -68,7 +68,7 @@ def _model_class(config: type[PreTrainedConfig]) -> type[PreTrainedModel] | None
 
 
 def _modelling(config: type[PreTrainedConfig]) -> ModuleType:
-    """The module with the models of a configuration; an empty one where there is none."""
+    """The module with the models of a configuration; an empty module if there is none."""
     try:
         return importlib.import_module(config.__module__.replace("configuration_", "modeling_"))
     except ImportError:
@@ -76,7 +76,7 @@ def _modelling(config: type[PreTrainedConfig]) -> ModuleType:
 
 
 def verdict(model_type: str, kind: type[PreTrainedModel]) -> Verdict:
-    """Build an architecture on polyhead's attention, and compare all that it gives with transformers'."""
+    """Build an architecture with polyhead's attention, and compare all outputs with transformers'."""
     errors: list[str] = []
     for size in SIZES:
         try:
@@ -100,7 +100,7 @@ def _build(kind: type[PreTrainedModel], config: PreTrainedConfig, implementation
 
 
 def _is_refusal(error: Exception) -> bool:
-    """Whether it is an error of polyhead's that says which attention to use."""
+    """Whether this is an error of polyhead that says which attention to use."""
     return isinstance(error, ValueError) and bool(re.search(r"got .*: .*attn_implementation=", str(error)))
 
 
@@ -109,14 +109,14 @@ def _reason(error: Exception) -> str:
 
 
 def _accepted(kind: type[PreTrainedModel], config: PreTrainedConfig) -> tuple[Any, ValueError | None]:
-    """The name, or a name for each part where some of the parts refuse it, and their error; it is raised if nothing helps."""
+    """The implementation, or one per part if some parts refuse it, and their error; raises if no combination works."""
     parts = [key for key in config.sub_configs if getattr(config, key, None) is not None]
     names = {"": "polyhead", **dict.fromkeys(parts, "polyhead")}
     first = error = _error(kind, config, "polyhead")
     while error is not None:
         for key in [key for key in parts if names[key] == "polyhead"]:
             other = _error(kind, config, {**names, key: "eager"})
-            # it helps if now another part refuses, or none
+            # progress if now another part refuses, or no part
             if other is None or _reason(other) != _reason(error):
                 names[key], error = "eager", other
                 break
@@ -126,7 +126,7 @@ def _accepted(kind: type[PreTrainedModel], config: PreTrainedConfig) -> tuple[An
 
 
 def _error(kind: type[PreTrainedModel], config: PreTrainedConfig, implementation: Any) -> ValueError | None:
-    """The refusal of a model that is built without numbers."""
+    """The error of a model that is built on the meta device."""
     try:
         with torch.device("meta"):
             built = _build(kind, config, implementation)
@@ -141,7 +141,7 @@ def _error(kind: type[PreTrainedModel], config: PreTrainedConfig, implementation
 
 
 def _runnable(kind: type[PreTrainedModel], config: PreTrainedConfig) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """The model on transformers' eager attention with weights that every head sees, and what it can be called with."""
+    """The model with eager attention and large random weights, and arguments for it."""
     model = _build(kind, config, "eager")
     noise = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -160,13 +160,13 @@ def _runnable(kind: type[PreTrainedModel], config: PreTrainedConfig) -> tuple[Pr
 
 
 def _outputs(model: PreTrainedModel, given: dict[str, Any]) -> list[Tensor]:
-    """All floating-point numbers that a model gives."""
+    """All floating-point outputs of a model."""
     torch.manual_seed(0)
     with torch.no_grad():
         made = model(**copy.deepcopy(given))
     found = [x for x in _tensors(made) if x.is_floating_point()]
     if not found:
-        raise ValueError("the model gives no floating-point numbers")
+        raise ValueError("the model has no floating-point outputs")
     return found
 
 
@@ -183,7 +183,7 @@ def _compared(
 ) -> Verdict:
     ours.load_state_dict(theirs.state_dict())
     calls: list[int] = []
-    counted = lambda *args, **options: [calls.append(1), attention(*args, **options)][1]
+    counted = lambda *args, **options: [calls.append(1), polyhead_attention_forward(*args, **options)][1]
     AttentionInterface.register("polyhead", counted)
     try:
         found = _outputs(ours, given)
@@ -192,7 +192,7 @@ def _compared(
             return Verdict("refused", _reason(error))
         raise WrongError(f"{type(ours).__name__}: {type(error).__name__}: {error}") from error
     finally:
-        AttentionInterface.register("polyhead", attention)
+        AttentionInterface.register("polyhead", polyhead_attention_forward)
     if not calls and refusal is not None:
         return Verdict("refused", _reason(refusal))
     if not calls:
@@ -210,7 +210,7 @@ def _compared(
 
 
 def _difference(expected: list[Tensor], found: list[Tensor]) -> float:
-    """The largest difference, relative to the largest number of its tensor; infinite where numbers are NaN or missing."""
+    """The largest difference, relative to the largest value of its tensor; infinite for NaN or missing tensors."""
     if [x.shape for x in expected] != [x.shape for x in found] or not all(x.isfinite().all() for x in found):
         return torch.inf
     worst = 0.0
@@ -221,7 +221,7 @@ def _difference(expected: list[Tensor], found: list[Tensor]) -> float:
 
 
 def read_table() -> dict[str, Verdict]:
-    """The verdicts that are known."""
+    """The verdicts of the table."""
     lines = [line.split("\t") for line in TABLE.read_text().splitlines() if not line.startswith("#")]
     return {model_type: Verdict(status, note) for model_type, status, note in lines}
 
@@ -234,7 +234,7 @@ def write_table(verdicts: dict[str, Verdict]) -> None:
 
 
 def walk(names: list[str]) -> Iterator[tuple[str, Verdict, float]]:
-    """The verdicts on these architectures, or on all, with the seconds that each took."""
+    """The verdicts on these architectures, or on all, with the seconds for each."""
     huggingface.register()
     transformers.logging.set_verbosity(transformers.logging.CRITICAL)
     for model_type, kind in architectures().items():
@@ -249,8 +249,8 @@ def walk(names: list[str]) -> Iterator[tuple[str, Verdict, float]]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("names", nargs="*", help="architectures, as transformers calls them; all if none is named")
-    parser.add_argument("--write", action="store_true", help="write the table anew")
+    parser.add_argument("names", nargs="*", help="architectures by transformers' names; default: all")
+    parser.add_argument("--write", action="store_true", help="replace the table")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     known = read_table() if TABLE.exists() else {}

@@ -1,14 +1,17 @@
-"""PyG's layers and the drop-ins side by side: what the tests of the drop-ins share."""
+"""PyG's layers and the drop-ins with the same weights: helpers for the tests of the drop-ins."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 from typing import Any
 
 import pytest
 import torch
+import torch_pairs
 from torch import Tensor, nn
 from torch_geometric import nn as pyg
+from torch_pairs import ramp
 
 from polyhead.interop import pyg as interop
 
@@ -20,7 +23,7 @@ LOOPING = KINDS[:2]
 
 
 def pair(kind: str, channels: Any = IN, dtype: torch.dtype = torch.float64, **options: Any) -> tuple[Any, Any]:
-    """PyG's layer and the drop-in with the same weights, none of them zero."""
+    """PyG's layer and the drop-in with the same non-zero weights."""
     options = {"heads": HEADS, **options}
     peer, ours = (getattr(of, kind)(channels, CHANNELS, **options).to(dtype) for of in (pyg, interop))
     with torch.no_grad():
@@ -45,8 +48,8 @@ def randn(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
 
 def everything(layer: nn.Module, x: Any, edge_index: Tensor, edge_attr: Tensor | None = None, **call: Any) -> dict:
     """The output, weights and edges, and the gradients of inputs, edge features and parameters."""
-    given = layer(x, edge_index, edge_attr, **call)
-    output, (where, alpha) = given if isinstance(given, tuple) else (given, (None, None))
+    result = layer(x, edge_index, edge_attr, **call)
+    output, (where, alpha) = result if isinstance(result, tuple) else (result, (None, None))
     leaves = {f"x{n}": t for n, t in enumerate(x if isinstance(x, tuple) else (x,)) if t is not None}
     leaves |= {"edge_attr": edge_attr} if edge_attr is not None else {}
     leaves |= {name.removeprefix("_orig_mod."): p for name, p in layer.named_parameters()}
@@ -57,26 +60,14 @@ def everything(layer: nn.Module, x: Any, edge_index: Tensor, edge_attr: Tensor |
     return {"output": output, "alpha": alpha, "edges": where, **dict(zip(leaves, gradients, strict=True))}
 
 
-def ramp(x: Tensor) -> Tensor:
-    """A different factor for every number, so that no two gradients can be exchanged."""
-    return torch.linspace(-1, 1, x.numel(), dtype=x.dtype).reshape(x.shape)
-
-
-def assert_same(ours: dict[str, Tensor | None], peer: dict[str, Tensor | None]) -> None:
-    assert ours.keys() == peer.keys()
-    for name, expected in peer.items():
-        if expected is None:
-            assert ours[name] is None, name
-        else:
-            close = CLOSE.get(expected.dtype, {"atol": 0, "rtol": 0})
-            torch.testing.assert_close(ours[name], expected, **close, msg=lambda text, name=name: f"{name}: {text}")
+assert_same = functools.partial(torch_pairs.assert_same, tolerances=CLOSE)
 
 
 def inputs(shape: str, dtype: torch.dtype = torch.float64) -> tuple[Any, Any, Tensor]:
-    """in_channels, x and edge_index: of one set of nodes, of two with the same features, of two."""
+    """in_channels, x and edge_index: one set of nodes, two with the same features, or two with different features."""
     if shape == "one":
         return IN, randn(NODES, IN, dtype=dtype), some_edges()
-    if shape == "alike":
+    if shape == "same features":
         return IN, (randn(NODES, IN, dtype=dtype), randn(OTHERS, IN, dtype=dtype)), some_edges(NODES, OTHERS)
     if shape == "two":
         x = (randn(NODES, IN, dtype=dtype), randn(OTHERS, IN_OTHER, dtype=dtype))
@@ -88,8 +79,8 @@ def inputs(shape: str, dtype: torch.dtype = torch.float64) -> tuple[Any, Any, Te
     return (IN, IN), randn(NODES, IN, dtype=dtype), some_edges()
 
 
-def features(given: bool, edges: int = EDGES, dtype: torch.dtype = torch.float64) -> Tensor | None:
-    return randn(edges, EDGE_DIM, dtype=dtype) if given else None
+def features(exist: bool, edges: int = EDGES, dtype: torch.dtype = torch.float64) -> Tensor | None:
+    return randn(edges, EDGE_DIM, dtype=dtype) if exist else None
 
 
 FLAGS = {
@@ -100,12 +91,12 @@ FLAGS = {
 
 
 def cases(*others: Any) -> list[Any]:
-    """Every option with one set of nodes, and all of them or none with the others; with edge features and without."""
+    """Every combination of options with one set of nodes, and all or no options with the others; with and without edge features."""
     made = []
     for kind, flags in FLAGS.items():
         for values in itertools.product((False, True), repeat=len(flags)):
             options = dict(zip(flags, values, strict=True))
-            # one map cannot take features of two widths
+            # a shared linear map cannot take features of two widths
             shapes = others if len(set(values)) == 1 and not options.get("share_weights") else ()
             for shape, edge_dim in itertools.product(("one", *shapes), (None, EDGE_DIM)):
                 names = [kind, *itertools.compress(flags, values), shape, *(["features"] if edge_dim else [])]

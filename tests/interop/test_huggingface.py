@@ -1,4 +1,4 @@
-"""transformers' models on polyhead's attention against the same models on transformers' own."""
+"""transformers' models with polyhead's attention against the same models with eager attention."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from huggingface_pairs import CONFIGS, TEXT, batch, padding, pair, real
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
 
 import polyhead
-from polyhead.interop.huggingface.attention import attention
+from polyhead.interop.huggingface.attention import polyhead_attention_forward
 
 CLOSE = {"atol": 1e-4, "rtol": 1e-4}
 CASES = [pytest.param(name, padded, id=f"{name}{'-padded' * padded}") for name in CONFIGS for padded in (False, True)]
@@ -23,7 +23,7 @@ CASES.remove(next(case for case in CASES if case.id == "vit-padded"))
 
 
 def states(model: PreTrainedModel, given: dict[str, Tensor]) -> tuple[Tensor, ...]:
-    """All hidden states, of the decoder where there is one."""
+    """All hidden states, of the decoder if there is one."""
     outputs = model(**given, output_hidden_states=True)
     return getattr(outputs, "decoder_hidden_states", None) or outputs.hidden_states
 
@@ -38,14 +38,14 @@ def test_hidden_states_are_equal(name: str, padded: bool) -> None:
 
 
 @pytest.mark.parametrize("name", TEXT)
-def test_the_padding_is_heeded(name: str) -> None:
+def test_padding_has_no_influence(name: str) -> None:
     _, ours = pair(name)
     given = batch(name, padded=True)
     row = {key: value[1:2] for key, value in given.items()}
     other = {**row, "input_ids": torch.where(row["attention_mask"] == 1, row["input_ids"], 50)}
-    heedless = {key: value for key, value in other.items() if key != "attention_mask"}
+    without_mask = {key: value for key, value in other.items() if key != "attention_mask"}
     with torch.no_grad():
-        a, b, c = (real(row, states(ours, x)[-1]) for x in (row, other, heedless))
+        a, b, c = (real(row, states(ours, x)[-1]) for x in (row, other, without_mask))
     torch.testing.assert_close(a, b, **CLOSE)
     assert not torch.allclose(a, c, atol=1e-2)
 
@@ -86,7 +86,7 @@ def test_gradient_checkpointing(name: str, reentrant: bool) -> None:
         torch.testing.assert_close(b, a, **CLOSE)
 
 
-# without the last, models of random weights soon repeat one token
+# no_repeat_ngram_size: models with random weights soon repeat one token
 GENERATE = {
     "do_sample": False,
     "max_new_tokens": 64,
@@ -94,14 +94,14 @@ GENERATE = {
     "eos_token_id": None,
     "no_repeat_ngram_size": 2,
 }
-WRITERS = {"gpt2": AutoModelForCausalLM, "llama": AutoModelForCausalLM, "mistral": AutoModelForCausalLM,
+GENERATORS = {"gpt2": AutoModelForCausalLM, "llama": AutoModelForCausalLM, "mistral": AutoModelForCausalLM,
            "gpt_oss": AutoModelForCausalLM, "t5": AutoModelForSeq2SeqLM}  # fmt: skip
 
 
 @pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("name", WRITERS)
+@pytest.mark.parametrize("name", GENERATORS)
 def test_generated_tokens_are_equal(name: str, padded: bool) -> None:
-    theirs, ours = pair(name, WRITERS[name])
+    theirs, ours = pair(name, GENERATORS[name])
     given = batch(name, padded, left=True)
     given.pop("decoder_input_ids", None)
     expected = theirs.generate(**given, **GENERATE)
@@ -111,7 +111,7 @@ def test_generated_tokens_are_equal(name: str, padded: bool) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "gpt_oss", "t5"])
 def test_static_caches(name: str) -> None:
-    theirs, ours = pair(name, WRITERS[name])
+    theirs, ours = pair(name, GENERATORS[name])
     given = batch(name, padded=True, left=True)
     given.pop("decoder_input_ids", None)
     options = {**GENERATE, "max_new_tokens": 24, "cache_implementation": "static"}
@@ -164,38 +164,38 @@ def test_autocast() -> None:
     assert (a - b).float().abs().mean() < 0.03 * a.float().abs().mean()
 
 
-def test_autocast_narrows_what_a_rotation_has_widened() -> None:
+def test_autocast_casts_float32_queries_and_keys() -> None:
     q, k, v = torch.randn(3, 1, 2, 5, 8)
     narrow = [x.bfloat16() for x in (q, k, v)]
     with torch.autocast("cpu", torch.bfloat16):
-        found, _ = attention(nn.Module(), q, k, narrow[2], None)
+        found, _ = polyhead_attention_forward(nn.Module(), q, k, narrow[2], None)
     assert found.dtype == torch.bfloat16
-    assert torch.equal(found, attention(nn.Module(), *narrow, None)[0])
+    assert torch.equal(found, polyhead_attention_forward(nn.Module(), *narrow, None)[0])
 
 
-def test_dropout_in_training_alone() -> None:
+def test_dropout_is_applied_in_training_only() -> None:
     _, ours = pair("llama", attention_dropout=0.4)
     given = batch("llama", padded=True)
     with torch.no_grad():
-        still = [ours(**given).last_hidden_state for _ in range(2)]
+        evaluated = [ours(**given).last_hidden_state for _ in range(2)]
         ours.train()
         drawn = [ours(**given).last_hidden_state for _ in range(2)]
-    assert torch.equal(*still)
+    assert torch.equal(*evaluated)
     assert not torch.allclose(*drawn, atol=1e-2)
-    assert not torch.allclose(still[0], drawn[0], atol=1e-2)
+    assert not torch.allclose(evaluated[0], drawn[0], atol=1e-2)
 
 
 def test_dropout_keeps_the_mean() -> None:
     q, k, v = torch.randn(3, 1, 2, 5, 8)
     module = nn.Module()
-    expected, _ = attention(module, q, k, v, None)
-    many = [attention(module, q, k, v, None, dropout=0.3)[0] for _ in range(800)]
+    expected, _ = polyhead_attention_forward(module, q, k, v, None)
+    many = [polyhead_attention_forward(module, q, k, v, None, dropout=0.3)[0] for _ in range(800)]
     assert torch.stack(many).std(0).min() > 0
     torch.testing.assert_close(torch.stack(many).mean(0), expected, atol=0.15, rtol=0)
 
 
 @pytest.mark.parametrize("name", ["bert", "mistral", "gpt_oss", "gemma2"])
-def test_attentions_can_be_asked_for(name: str) -> None:
+def test_output_attentions(name: str) -> None:
     theirs, ours = pair(name)
     given = batch(name, padded=True)
     seen = padding().bool()[:, None, :, None]
@@ -221,11 +221,11 @@ def test_capture_sees_the_heads(name: str) -> None:
         assert len(seen) == len(expected)
         for weights, heads in zip(expected, seen.values(), strict=True):
             torch.testing.assert_close(heads.weights * row, weights * row, atol=1e-5, rtol=1e-4)
-            joins = (heads._origin.join, heads._origin.join.T)
+            joins = (heads._origin.w_o, heads._origin.w_o.T)
             assert any(torch.equal(*both) for both in itertools.product(joins, outputs))
 
 
-def test_a_loaded_model(tmp_path: Path) -> None:
+def test_from_pretrained(tmp_path: Path) -> None:
     theirs, _ = pair("bert")
     theirs.save_pretrained(tmp_path)
     ours = AutoModel.from_pretrained(tmp_path, attn_implementation="polyhead")

@@ -1,4 +1,4 @@
-"""The masks of transformers' models: read as neighbourhoods, never built where that can be helped, tensors all the same."""
+"""The masks of transformers' models are read as neighbourhoods, materialised only on demand, and still behave as tensors."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from transformers import AttentionInterface, AttentionMaskInterface, AutoModelFo
 
 import polyhead
 from polyhead.interop import huggingface
-from polyhead.interop.huggingface import mask_function as masks
-from polyhead.interop.huggingface.attention import attention
-from polyhead.interop.huggingface.lazy_mask import Allowed, BoolMask, LazyMask
-from polyhead.interop.huggingface.mask_function import mask
+from polyhead.interop.huggingface import mask_function
+from polyhead.interop.huggingface.attention import polyhead_attention_forward
+from polyhead.interop.huggingface.lazy_mask import BoolMask, LazyMask, NeighbourhoodMask
+from polyhead.interop.huggingface.mask_function import polyhead_mask
 
 CLOSE = {"atol": 1e-4, "rtol": 1e-4}
 
@@ -34,18 +34,18 @@ def packed(ids: Tensor) -> Any:
 
 
 FUNCTIONS: dict[str, Callable[[int], Any]] = {
-    "everyone": lambda keys: masking_utils.bidirectional_mask_function,
+    "bidirectional": lambda keys: masking_utils.bidirectional_mask_function,
     "causal": lambda keys: masking_utils.causal_mask_function,
     "window": lambda keys: masking_utils.sliding_window_causal_mask_function(4),
     "wide window": lambda keys: masking_utils.sliding_window_causal_mask_function(keys),
-    "window to both sides": lambda keys: masking_utils.sliding_window_bidirectional_mask_function(3),
+    "bidirectional window": lambda keys: masking_utils.sliding_window_bidirectional_mask_function(3),
     "chunks": lambda keys: masking_utils.chunked_causal_mask_function(4, torch.tensor([0, 3, 1])),
     "one chunk": lambda keys: masking_utils.chunked_causal_mask_function(100, torch.tensor([0, 3, 1])),
     "packed": lambda keys: packed((torch.arange(keys) // 5).expand(BATCH, -1)),
     "packed, with more ids": lambda keys: packed((torch.arange(keys + 9) // 5).expand(BATCH, -1)),
 }
-# queries, keys, where the first query and the first key stand
-PLACES = {
+# queries, keys, position of the first query, position of the first key
+EXTENTS = {
     "square": (11, 11, 0, 0),
     "chunk": (4, 11, 7, 0),
     "step": (1, 11, 10, 0),
@@ -53,15 +53,15 @@ PLACES = {
     "static cache": (5, 17, 3, 0),
     "empty static cache": (6, 17, 0, 0),
 }
-# what does not stand where neighbourhoods count from is left to transformers
-STRANGERS = {
-    *((name, place) for name in ("window to both sides",) for place in ("static cache", "empty static cache")),
-    *(("packed", place) for place in ("static cache", "empty static cache")),
-    *(("packed, with more ids", place) for place in PLACES),
+# masks whose last query and last key differ in position are left to transformers
+UNREAD = {
+    *((name, extent) for name in ("bidirectional window",) for extent in ("static cache", "empty static cache")),
+    *(("packed", extent) for extent in ("static cache", "empty static cache")),
+    *(("packed, with more ids", extent) for extent in EXTENTS),
 }
-# there are not ids for all: no model asks for it
+# the ids do not cover all keys: no model needs it
 IMPOSSIBLE = ("packed", "sliding cache")
-CASES = [case for case in itertools.product(FUNCTIONS, PLACES) if case != IMPOSSIBLE]
+CASES = [case for case in itertools.product(FUNCTIONS, EXTENTS) if case != IMPOSSIBLE]
 
 
 def padded(kind: str, length: int) -> Tensor | None:
@@ -76,32 +76,34 @@ def padded(kind: str, length: int) -> Tensor | None:
 
 
 @pytest.mark.parametrize("padding", ["none", "full", "left and right", "holes"])
-@pytest.mark.parametrize(("name", "place"), CASES)
-def test_masks_are_those_of_transformers(name: str, place: str, padding: str) -> None:
-    queries, keys, q_offset, kv_offset = PLACES[place]
-    # what a model has seen so far: a static cache is longer
+@pytest.mark.parametrize(("name", "extent"), CASES)
+def test_masks_equal_transformers(name: str, extent: str, padding: str) -> None:
+    queries, keys, q_offset, kv_offset = EXTENTS[extent]
+    # the tokens so far: a static cache is longer
     keep = padded(padding, min(kv_offset + keys, q_offset + queries))
     arguments = (BATCH, queries, keys, q_offset, kv_offset, FUNCTIONS[name](keys), keep)
-    stranger = (name, place) in STRANGERS
-    # a single query would be taken for a compiled step, were the skip not allowed
-    ours = mask(*arguments, allow_is_causal_skip=queries == 1 and not stranger)
+    unread = (name, extent) in UNREAD
+    # without the skip a single query counts as a compiled step
+    ours = polyhead_mask(*arguments, allow_is_causal_skip=queries == 1 and not unread)
     expected = masking_utils.sdpa_mask(*arguments, allow_is_causal_skip=False)
     assert ours is not None
-    assert isinstance(ours, LazyMask) != stranger
+    assert isinstance(ours, LazyMask) != unread
     assert ours.shape == expected.shape
     assert torch.equal(ours.clone(), expected)
 
 
-@pytest.mark.parametrize(("name", "place"), CASES)
-def test_attention_reads_them(name: str, place: str) -> None:
-    queries, keys, q_offset, kv_offset = PLACES[place]
+@pytest.mark.parametrize(("name", "extent"), CASES)
+def test_attention_uses_the_masks(name: str, extent: str) -> None:
+    queries, keys, q_offset, kv_offset = EXTENTS[extent]
     keep = padded("left and right", min(kv_offset + keys, q_offset + queries))
     arguments = (BATCH, queries, keys, q_offset, kv_offset, FUNCTIONS[name](keys), keep)
     expected = masking_utils.sdpa_mask(*arguments, allow_is_causal_skip=False)
     q, k, v = torch.randn(BATCH, 6, queries, 8), *torch.randn(2, BATCH, 2, keys, 8)
     bias = torch.randn(1, 6, queries, keys)
     options = {"scaling": 0.7, "position_bias": bias, "s_aux": torch.randn(6), "output_attentions": True}
-    out, weights = attention(nn.Module(), q, k, v, mask(*arguments, allow_is_causal_skip=False), **options)
+    out, weights = polyhead_attention_forward(
+        nn.Module(), q, k, v, polyhead_mask(*arguments, allow_is_causal_skip=False), **options
+    )
     s = (0.7 * q @ k.repeat_interleave(3, 1).transpose(-2, -1) + bias).masked_fill(~expected, -torch.inf)
     p = torch.cat((s, options["s_aux"].view(6, 1, 1).expand(BATCH, -1, queries, 1)), -1).softmax(-1)[..., :-1]
     torch.testing.assert_close(weights, p, atol=1e-5, rtol=1e-4)
@@ -111,34 +113,34 @@ def test_attention_reads_them(name: str, place: str) -> None:
 def test_unknown_functions_are_left_to_transformers() -> None:
     odd = lambda batch, head, query, key: (query + key) % 2 == 0
     for function in (odd, masking_utils.or_masks(masking_utils.causal_mask_function, odd)):
-        found = mask(BATCH, 7, 7, mask_function=function, allow_is_causal_skip=False)
+        found = polyhead_mask(BATCH, 7, 7, mask_function=function, allow_is_causal_skip=False)
         assert type(found) is BoolMask
         assert torch.equal(found, masking_utils.sdpa_mask(BATCH, 7, 7, 0, 0, function, allow_is_causal_skip=False))
 
 
-def test_a_function_that_does_something_else_is_not_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_changed_mask_function_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     def sliding_window_overlay(sliding_window: int) -> Any:
         return lambda batch, head, query, key: key >= query - sliding_window
 
     monkeypatch.setattr(masking_utils, "sliding_window_overlay", sliding_window_overlay)
     huggingface.register()
     try:
-        found = mask(BATCH, 7, 7, mask_function=sliding_window_overlay(3), allow_is_causal_skip=False)
+        found = polyhead_mask(BATCH, 7, 7, mask_function=sliding_window_overlay(3), allow_is_causal_skip=False)
         assert type(found) is BoolMask
-        assert isinstance(mask(BATCH, 7, 7), LazyMask)
+        assert isinstance(polyhead_mask(BATCH, 7, 7), LazyMask)
     finally:
         monkeypatch.undo()
         huggingface.register()
-    assert isinstance(mask(BATCH, 7, 7, mask_function=FUNCTIONS["window"](7)), LazyMask)
+    assert isinstance(polyhead_mask(BATCH, 7, 7, mask_function=FUNCTIONS["window"](7)), LazyMask)
 
 
 @pytest.mark.parametrize("name", TEXT)
-def test_no_mask_is_built(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_mask_is_materialised(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     _, ours = pair(name)
     given = batch(name, padded=True)
     built: list[str] = []
-    whole = Allowed.numbers
-    monkeypatch.setattr(Allowed, "numbers", lambda self: [built.append("lazy"), whole(self)][1])
+    original = NeighbourhoodMask.tensor
+    monkeypatch.setattr(NeighbourhoodMask, "tensor", lambda self: [built.append("lazy"), original(self)][1])
     theirs = masking_utils.sdpa_mask
     monkeypatch.setattr(masking_utils, "sdpa_mask", lambda *a, **k: [built.append("theirs"), theirs(*a, **k)][1])
     with torch.no_grad(), polyhead.capture(ours) as seen:
@@ -150,12 +152,12 @@ def test_no_mask_is_built(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def some_mask() -> LazyMask:
     keep = padded("left and right", 9)
-    made = mask(BATCH, 9, 9, mask_function=FUNCTIONS["window"](9), attention_mask=keep)
+    made = polyhead_mask(BATCH, 9, 9, mask_function=FUNCTIONS["window"](9), attention_mask=keep)
     assert isinstance(made, LazyMask)
     return made
 
 
-# a mask is made of a mask, and numbers or statements of one are ordinary tensors
+# operations that return a mask, and operations that return an ordinary tensor
 MASKS = [
     lambda m: m[:, :, :, :5],
     lambda m: m[:, :, -1:],
@@ -196,12 +198,12 @@ TENSORS = [
 
 @pytest.mark.parametrize("use", MASKS + TENSORS)
 def test_a_lazy_mask_is_a_tensor(use: Callable[[Tensor], Tensor]) -> None:
-    expected = use(some_mask().numbers().clone())
+    expected = use(some_mask().tensor().clone())
     kind = BoolMask if use in MASKS else Tensor
-    for mask_made in (some_mask(), BoolMask(some_mask().numbers())):
+    for mask_made in (some_mask(), BoolMask(some_mask().tensor())):
         found = use(mask_made)
         assert type(found) is kind
-        torch.testing.assert_close(found.numbers() if kind is BoolMask else found, expected, equal_nan=True)
+        torch.testing.assert_close(found.tensor() if kind is BoolMask else found, expected, equal_nan=True)
 
 
 @pytest.mark.parametrize(
@@ -224,14 +226,14 @@ def test_a_lazy_mask_is_a_tensor(use: Callable[[Tensor], Tensor]) -> None:
         lambda m: torch.zeros(BATCH, 1, 9, 9).copy_(m),
     ],
 )
-def test_nobody_calculates_with_a_mask(use: Callable[[Tensor], Tensor]) -> None:
-    use_as_number = r"^attention_mask must be used as a condition on attn_implementation='polyhead', got aten::"
-    for mask_made in (some_mask(), BoolMask(some_mask().numbers())):
-        with pytest.raises(ValueError, match=f"{use_as_number}.* use attn_implementation='eager'"):
+def test_arithmetic_with_a_mask_raises(use: Callable[[Tensor], Tensor]) -> None:
+    message = r"^attention_mask must be used as a condition on attn_implementation='polyhead', got aten::"
+    for mask_made in (some_mask(), BoolMask(some_mask().tensor())):
+        with pytest.raises(ValueError, match=f"{message}.* use attn_implementation='eager'"):
             use(mask_made)
 
 
-def test_a_lazy_mask_stays_one_where_it_can() -> None:
+def test_copies_and_moves_of_a_lazy_mask_are_lazy() -> None:
     lazy = some_mask()
     moved = lazy.to("meta")
     for same in (lazy.detach(), lazy.to("cpu"), lazy.bool(), lazy.contiguous(), moved):
@@ -242,16 +244,16 @@ def test_a_lazy_mask_stays_one_where_it_can() -> None:
 
 
 @pytest.mark.parametrize(("made_in", "inference"), list(itertools.product([False, True], repeat=2)))
-def test_what_is_written_into_a_mask_counts(made_in: bool, inference: bool) -> None:
+def test_writes_to_a_mask_are_used(made_in: bool, inference: bool) -> None:
     q, k, v = torch.randn(3, BATCH, 2, 9, 8)
     with torch.inference_mode(made_in):
         lazy = some_mask()
-    before, _ = attention(nn.Module(), q, k, v, lazy)
+    before, _ = polyhead_attention_forward(nn.Module(), q, k, v, lazy)
     with torch.inference_mode(inference):
         lazy[:, :, 5, 0] = True
         lazy[:, :, :, 1].fill_(False)
-        after, _ = attention(nn.Module(), q, k, v, lazy)
-        expected, _ = attention(nn.Module(), q, k, v, lazy.clone())
+        after, _ = polyhead_attention_forward(nn.Module(), q, k, v, lazy)
+        expected, _ = polyhead_attention_forward(nn.Module(), q, k, v, lazy.clone())
     assert torch.equal(after, expected)
     assert not torch.allclose(after, before)
 
@@ -259,18 +261,18 @@ def test_what_is_written_into_a_mask_counts(made_in: bool, inference: bool) -> N
 @pytest.mark.parametrize(
     "memory", [lambda m: m.share_memory_(), torch.from_dlpack, lambda m: torch.from_numpy(m.numpy())]
 )
-def test_what_is_written_where_the_numbers_lie_counts(memory: Callable[[Tensor], Tensor]) -> None:
+def test_writes_to_the_memory_of_a_mask_are_used(memory: Callable[[Tensor], Tensor]) -> None:
     q, k, v = torch.randn(3, BATCH, 2, 9, 8)
     lazy = some_mask()
-    held = memory(lazy)
-    assert held.data_ptr() == lazy.data_ptr() != 0
-    held[:, :, 5] = True
-    found, _ = attention(nn.Module(), q, k, v, lazy)
-    assert torch.equal(found, attention(nn.Module(), q, k, v, held)[0])
-    assert not torch.allclose(found, attention(nn.Module(), q, k, v, some_mask())[0])
+    shared = memory(lazy)
+    assert shared.data_ptr() == lazy.data_ptr() != 0
+    shared[:, :, 5] = True
+    found, _ = polyhead_attention_forward(nn.Module(), q, k, v, lazy)
+    assert torch.equal(found, polyhead_attention_forward(nn.Module(), q, k, v, shared)[0])
+    assert not torch.allclose(found, polyhead_attention_forward(nn.Module(), q, k, v, some_mask())[0])
 
 
-def test_masks_made_by_hand() -> None:
+def test_masks_of_the_user() -> None:
     theirs, ours = pair("llama")
     ids = batch("llama", padded=False)["input_ids"]
     keep = torch.rand(BATCH, 1, ITEMS, ITEMS) > 0.4
@@ -292,10 +294,13 @@ def test_without_a_mask_the_module_says_whether_it_is_causal() -> None:
     sdpa = torch.nn.functional.scaled_dot_product_attention
     for queries, module, causal in ((5, decoder, True), (5, encoder, False), (1, decoder, False)):
         expected = sdpa(q[:, :, :queries], k, v, is_causal=causal).transpose(1, 2)
-        torch.testing.assert_close(attention(module, q[:, :, :queries], k, v, None)[0], expected)
-    more = attention(decoder, k, q, q, None)[0]
+        torch.testing.assert_close(polyhead_attention_forward(module, q[:, :, :queries], k, v, None)[0], expected)
+    more = polyhead_attention_forward(decoder, k, q, q, None)[0]
     torch.testing.assert_close(more, sdpa(k, q, q, is_causal=True).transpose(1, 2))
-    assert torch.equal(attention(decoder, q, k, v, None, is_causal=False)[0], attention(encoder, q, k, v, None)[0])
+    assert torch.equal(
+        polyhead_attention_forward(decoder, q, k, v, None, is_causal=False)[0],
+        polyhead_attention_forward(encoder, q, k, v, None)[0],
+    )
 
 
 def test_a_row_without_keys_gets_zero() -> None:
@@ -303,24 +308,24 @@ def test_a_row_without_keys_gets_zero() -> None:
     lazy = some_mask()
     nobody = ~lazy.any(-1)[:, 0]
     assert nobody.sum() == 3
-    out, weights = attention(nn.Module(), q, k, v, lazy, output_attentions=True)
+    out, weights = polyhead_attention_forward(nn.Module(), q, k, v, lazy, output_attentions=True)
     assert (out[nobody] == 0).all()
     assert (weights.transpose(1, 2)[nobody] == 0).all()
     assert (out[~nobody] != 0).all()
 
 
-def test_steps_of_a_static_cache_have_masks_of_one_kind() -> None:
+def test_steps_of_a_static_cache_have_masks_of_one_type() -> None:
     _, ours = pair("llama", AutoModelForCausalLM)
-    handed: list[Any] = []
-    note = lambda module, args, kwargs: handed.append(kwargs["attention_mask"])
+    passed: list[Any] = []
+    note = lambda module, args, kwargs: passed.append(kwargs["attention_mask"])
     ours.model.layers[0].register_forward_pre_hook(note, with_kwargs=True)
     given = batch("llama", padded=True, left=True)
     for cache, kinds in (("static", [LazyMask, Tensor, Tensor, Tensor]), ("dynamic", [LazyMask] * 4)):
-        handed.clear()
+        passed.clear()
         ours.generate(**given, max_new_tokens=4, pad_token_id=0, eos_token_id=None, cache_implementation=cache)
-        assert [type(x) for x in handed] == kinds
+        assert [type(x) for x in passed] == kinds
         if cache == "static":
-            assert len({x.shape for x in handed[1:]}) == 1
+            assert len({x.shape for x in passed[1:]}) == 1
 
 
 def test_a_compiled_model() -> None:
@@ -343,25 +348,28 @@ def test_a_compiled_step_with_a_static_cache() -> None:
     assert torch.equal(ours.generate(**given, **options, cache_implementation="static"), expected)
 
 
-def test_registering_twice_changes_nothing() -> None:
+def test_registering_twice_has_no_effect() -> None:
     tables = (AttentionInterface._global_mapping, AttentionMaskInterface._global_mapping)
     before = [dict(table) for table in tables]
     assert huggingface.register() is None
     assert [dict(table) for table in tables] == before
-    assert [table["polyhead"] for table in tables] == [attention, mask]
-    assert len(masks._readers) == 6
+    assert [table["polyhead"] for table in tables] == [polyhead_attention_forward, polyhead_mask]
+    assert len(mask_function._reader_by_code) == 6
 
 
-def test_transformers_must_be_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_transformers_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(ImportError, match=r"^transformers: it cannot be imported .*pip install 'transformers>=5\.4'$"):
+    with pytest.raises(
+        ImportError,
+        match=r"^transformers must be 5\.4 or newer, got an error on import .*pip install 'transformers>=5\.4'$",
+    ):
         huggingface.register()
 
 
-def test_transformers_must_not_be_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_old_transformers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(masking_utils, "sdpa_mask", lambda batch_size, cache_position, kv_length: None)
     with pytest.raises(
-        ImportError, match=r"^transformers: it is 5\.\S+; it must be .*pip install 'transformers>=5\.4'$"
+        ImportError, match=r"^transformers must be 5\.4 or newer, got 5\.\S+: .*pip install 'transformers>=5\.4'$"
     ):
         huggingface.register()
 
@@ -375,9 +383,15 @@ def test_transformers_must_not_be_too_old(monkeypatch: pytest.MonkeyPatch) -> No
             {"block_indices": torch.ones(1)},
             "block_indices must be None on attn_implementation='polyhead', got a Tensor",
         ),
-        ({"softcap": 0.0}, "softcap: it is 0.0; it must be more than 0"),
-        ({"attention_mask": torch.ones(1, 1, 3, 3).long()}, "attention_mask: it is torch.int64; it must be bool"),
-        ({"attention_mask": torch.ones(1, 1, 3, 4).bool()}, "Mask: keep has shape (1, 1, 3, 4); it must broadcast"),
+        ({"softcap": 0.0}, "softcap must be more than 0, or None, got 0.0"),
+        (
+            {"attention_mask": torch.ones(1, 1, 3, 3).long()},
+            "attention_mask must be bool, True = may attend, or floating-point values to add, got torch.int64",
+        ),
+        (
+            {"attention_mask": torch.ones(1, 1, 3, 4).bool()},
+            "Mask: keep must broadcast to (..., heads, queries, keys) = (1, 2, 3, 3), got shape (1, 1, 3, 4)",
+        ),
         (
             {"s_aux": torch.ones(3)},
             "sink must be floating-point numbers, one per head, of shape (2,), got Tensor of torch.float32 and shape (3,)",
@@ -388,5 +402,5 @@ def test_transformers_must_not_be_too_old(monkeypatch: pytest.MonkeyPatch) -> No
 def test_errors_name_the_argument(options: dict[str, Any], message: str) -> None:
     q, k, v = torch.randn(3, 1, 2, 3, 8)
     with pytest.raises(ValueError) as error:
-        attention(nn.Module(), q, k, v, **{"attention_mask": None, **options})
+        polyhead_attention_forward(nn.Module(), q, k, v, **{"attention_mask": None, **options})
     assert str(error.value).startswith(message)

@@ -1,4 +1,4 @@
-"""Which models take polyhead's name: those whose attention it serves. The others refuse it, and say what to use."""
+"""Models with a supported attention accept `attn_implementation="polyhead"`; others raise an error that says what to use."""
 
 from __future__ import annotations
 
@@ -25,29 +25,29 @@ transformers.logging.set_verbosity(transformers.logging.CRITICAL)
 
 WIDTH = {"vocab_size": 50, "hidden_size": 12, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
 OWN = "{} does not call transformers' attention interface"
-TABLE = "it looks its attention up in {}, which has no 'polyhead'"
+TABLE = "it looks up its attention in {}, which lacks 'polyhead'"
 REFUSED: dict[str, tuple[PreTrainedConfig, str, str]] = {
     "adds the mask to its scores": (
         transformers.BloomConfig(vocab_size=50, hidden_size=12, n_layer=1, n_head=2),
         "'eager' for BloomModel",
         OWN.format("BloomAttention"),
     ),
-    "adds the mask, both ways": (
+    "adds the mask, bidirectional": (
         transformers.MPNetConfig(**WIDTH),
         "'eager' for MPNetModel",
         OWN.format("MPNetAttention"),
     ),
-    "asks nobody": (
+    "does not use the interface": (
         transformers.DebertaV2Config(**WIDTH),
         "'eager' for DebertaV2Model",
         OWN.format("DebertaV2Attention"),
     ),
-    "has a table": (
+    "has its own table": (
         transformers.GPTJConfig(vocab_size=50, n_embd=12, n_layer=1, n_head=2, rotary_dim=2),
         "'eager' for GPTJModel",
         TABLE.format("GPTJ_ATTENTION_CLASSES"),
     ),
-    "has a table with sdpa": (
+    "has its own table with sdpa": (
         transformers.FalconConfig(vocab_size=50, hidden_size=12, num_hidden_layers=1, num_attention_heads=2),
         "'eager' or 'sdpa' for FalconModel",
         TABLE.format("FALCON_ATTENTION_CLASSES"),
@@ -57,13 +57,13 @@ REFUSED: dict[str, tuple[PreTrainedConfig, str, str]] = {
         "'eager' for MambaModel",
         OWN.format("it"),
     ),
-    "is supported on eager alone": (
+    "is supported on eager only": (
         transformers.SplinterConfig(**WIDTH),
         "'eager' for SplinterModel",
-        "transformers supports no other for it (_supports_sdpa, _supports_flash_attn, _supports_flex_attn, "
+        "transformers supports no other implementation for it (_supports_sdpa, _supports_flash_attn, _supports_flex_attn, "
         "_supports_attention_backend are all False)",
     ),
-    "makes another mask": (
+    "changes the mask": (
         transformers.DeepseekV4Config(),
         "'eager' for DeepseekV4Model",
         "DeepseekV4Attention changes the mask before it calls transformers' attention interface",
@@ -76,15 +76,15 @@ def build(name: str, implementation: str | None, kind: Any = AutoModel) -> PreTr
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_model_that_cannot_be_served_is_not_built(name: str) -> None:
-    _, who, why = REFUSED[name]
-    message = f"attn_implementation must be {who}, got 'polyhead': {why}. A model of several parts takes one for each "
+def test_an_unsupported_model_is_not_built(name: str) -> None:
+    _, alternatives, reason = REFUSED[name]
+    message = f"attn_implementation must be {alternatives}, got 'polyhead': {reason}. A model of several parts takes one implementation per "
     with pytest.raises(ValueError, match=f"^{re.escape(message)}"), torch.device("meta"):
         build(name, "polyhead")
 
 
-@pytest.mark.parametrize("name", [name for name in REFUSED if name != "makes another mask"])
-def test_nor_does_it_change_its_attention(name: str) -> None:
+@pytest.mark.parametrize("name", [name for name in REFUSED if name != "changes the mask"])
+def test_an_unsupported_model_cannot_change_its_attention(name: str) -> None:
     model = build(name, "eager")
     with pytest.raises(ValueError, match=f"^attn_implementation must be {REFUSED[name][1]}"):
         model.set_attn_implementation("polyhead")
@@ -92,20 +92,20 @@ def test_nor_does_it_change_its_attention(name: str) -> None:
     assert torch.isfinite(model(torch.ones(1, 3, dtype=torch.long)).last_hidden_state).all()
 
 
-def test_other_names_are_as_they_were() -> None:
+def test_other_implementations_are_unchanged() -> None:
     assert build("adds the mask to its scores", None).config._attn_implementation == "eager"
     with pytest.raises(ValueError, match="BloomModel does not support an attention implementation through"):
         build("adds the mask to its scores", "sdpa")
-    assert build("has a table with sdpa", None).config._attn_implementation == "sdpa"
+    assert build("has its own table with sdpa", None).config._attn_implementation == "sdpa"
 
 
-def test_a_head_on_top_is_refused_with_its_model() -> None:
+def test_models_with_heads_are_refused_too() -> None:
     for name in ("adds the mask to its scores", "has no attention"):
         with pytest.raises(ValueError, match="does not call transformers' attention interface"):
             build(name, "polyhead", AutoModelForCausalLM)
 
 
-def test_registering_again_asks_once() -> None:
+def test_registering_again_does_not_wrap_twice() -> None:
     before = PreTrainedModel.get_correct_attn_implementation, PreTrainedModel.set_attn_implementation
     huggingface.register()
     assert (PreTrainedModel.get_correct_attn_implementation, PreTrainedModel.set_attn_implementation) == before
@@ -128,10 +128,8 @@ def sam() -> transformers.SamConfig:
 PARTS = {"": "polyhead", "mask_decoder_config": "polyhead", "vision_config": "sdpa"}
 
 
-def test_parts_can_differ() -> None:
-    refused = (
-        r"^attn_implementation must be 'eager' or 'sdpa' for SamVisionEncoder, got 'polyhead': it looks its attention"
-    )
+def test_parts_can_have_different_implementations() -> None:
+    refused = r"^attn_implementation must be 'eager' or 'sdpa' for SamVisionEncoder, got 'polyhead': it looks up its attention"
     for wrong in ("polyhead", {**PARTS, "vision_config": "polyhead"}):
         with pytest.raises(ValueError, match=refused):
             AutoModel.from_config(sam(), attn_implementation=wrong)
@@ -149,7 +147,7 @@ def test_parts_can_differ() -> None:
         torch.testing.assert_close(found, model(pixels, input_points=points).pred_masks, atol=1e-5, rtol=1e-4)
 
 
-def test_a_part_without_attention_is_let_be() -> None:
+def test_a_part_without_attention_is_ignored() -> None:
     backbone = transformers.ResNetConfig(
         embedding_size=4, hidden_sizes=[4, 8, 8, 8], depths=[1, 1, 1, 1], out_features=["stage4"]
     )
@@ -170,22 +168,22 @@ def test_a_part_without_attention_is_let_be() -> None:
 
 
 class Config(PreTrainedConfig):
-    model_type = "of_a_user"
+    model_type = "user_model"
     hidden_size: int = 8
 
 
-def handed_on(module: Any, x: Tensor, mask: Tensor) -> Tensor:
+def call_interface(module: Any, x: Tensor, mask: Tensor) -> Tensor:
     attend = ALL_ATTENTION_FUNCTIONS.get_interface(module.config._attn_implementation, None)
     return attend(module, x[:, None], x[:, None], x[:, None], mask)[0][:, :, 0]
 
 
-class Asking(nn.Module):
+class InterfaceAttention(nn.Module):
     def __init__(self, config: Config) -> None:
         super().__init__()
         self.config = config
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        return handed_on(self, x, mask)
+        return call_interface(self, x, mask)
 
 
 class OwnAttention(nn.Module):
@@ -193,18 +191,18 @@ class OwnAttention(nn.Module):
         return (x @ x.mT + mask[:, 0]).softmax(-1) @ x
 
 
-class Adding(OwnAttention):
-    """The same under a name that tells nothing."""
+class MaskAdding(OwnAttention):
+    """The same under a name without "attention"."""
 
 
-class Cutting(nn.Module):
+class MaskSlicing(nn.Module):
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         s = x @ x.mT
         s += mask[:, 0, :, : x.shape[1]]
         return s.softmax(-1) @ x
 
 
-class Choosing(nn.Module):
+class MaskFilling(nn.Module):
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         return (x @ x.mT).masked_fill(~mask[:, 0, :, : x.shape[1]], -torch.inf).softmax(-1) @ x
 
@@ -215,11 +213,11 @@ class UserModel(PreTrainedModel):
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        self.layers = nn.ModuleList(self.made(config))
+        self.layers = nn.ModuleList(self.make_layers(config))
         self.post_init()
 
-    def made(self, config: Config) -> list[nn.Module]:
-        return [Asking(config)]
+    def make_layers(self, config: Config) -> list[nn.Module]:
+        return [InterfaceAttention(config)]
 
     def forward(self, inputs_embeds: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         mask = create_causal_mask(self.config, inputs_embeds, attention_mask, None)
@@ -228,37 +226,37 @@ class UserModel(PreTrainedModel):
         return inputs_embeds
 
 
-class UnsaidModel(UserModel):
+class UnflaggedModel(UserModel):
     _supports_attention_backend = False
 
 
-class AloneModel(UserModel):
-    def made(self, config: Config) -> list[nn.Module]:
+class OwnAttentionModel(UserModel):
+    def make_layers(self, config: Config) -> list[nn.Module]:
         return [OwnAttention()]
 
 
-class BesideModel(UserModel):
-    def made(self, config: Config) -> list[nn.Module]:
-        return [Asking(config), OwnAttention()]
+class MixedModel(UserModel):
+    def make_layers(self, config: Config) -> list[nn.Module]:
+        return [InterfaceAttention(config), OwnAttention()]
 
 
-class FlaggedModel(BesideModel):
+class FlaggedModel(MixedModel):
     _supports_sdpa = True
 
 
-class AddingModel(UserModel):
-    def made(self, config: Config) -> list[nn.Module]:
-        return [Asking(config), Adding()]
+class MaskAddingModel(UserModel):
+    def make_layers(self, config: Config) -> list[nn.Module]:
+        return [InterfaceAttention(config), MaskAdding()]
 
 
-class CuttingModel(UserModel):
-    def made(self, config: Config) -> list[nn.Module]:
-        return [Asking(config), Cutting()]
+class MaskSlicingModel(UserModel):
+    def make_layers(self, config: Config) -> list[nn.Module]:
+        return [InterfaceAttention(config), MaskSlicing()]
 
 
-class ChoosingModel(UserModel):
-    def made(self, config: Config) -> list[nn.Module]:
-        return [Asking(config), Choosing()]
+class MaskFillingModel(UserModel):
+    def make_layers(self, config: Config) -> list[nn.Module]:
+        return [InterfaceAttention(config), MaskFilling()]
 
 
 def on_polyhead(kind: type[UserModel]) -> UserModel:
@@ -266,35 +264,35 @@ def on_polyhead(kind: type[UserModel]) -> UserModel:
 
 
 @pytest.mark.parametrize(
-    ("kind", "why"),
+    ("kind", "reason"),
     [
-        (AloneModel, OWN.format("OwnAttention")),
-        (BesideModel, OWN.format("OwnAttention")),
+        (OwnAttentionModel, OWN.format("OwnAttention")),
+        (MixedModel, OWN.format("OwnAttention")),
         (
-            UnsaidModel,
-            r"transformers supports no other for it \(_supports_sdpa, .*_supports_attention_backend are all False\)",
+            UnflaggedModel,
+            r"transformers supports no other implementation for it \(_supports_sdpa, .*_supports_attention_backend are all False\)",
         ),
     ],
 )
-def test_models_of_users_are_asked_too(kind: type[UserModel], why: str) -> None:
+def test_models_of_users_are_checked_too(kind: type[UserModel], reason: str) -> None:
     with pytest.raises(
-        ValueError, match=f"^attn_implementation must be 'eager' for {kind.__name__}, got 'polyhead': {why}"
+        ValueError, match=f"^attn_implementation must be 'eager' for {kind.__name__}, got 'polyhead': {reason}"
     ):
         on_polyhead(kind)
 
 
-@pytest.mark.parametrize("kind", [FlaggedModel, AddingModel, CuttingModel])
-def test_who_adds_the_mask_gets_an_error(kind: type[UserModel]) -> None:
+@pytest.mark.parametrize("kind", [FlaggedModel, MaskAddingModel, MaskSlicingModel])
+def test_models_that_add_the_mask_raise(kind: type[UserModel]) -> None:
     keep = torch.tensor([[0, 1, 1, 1, 1], [1, 1, 1, 1, 1]])
     with pytest.raises(ValueError, match=r"^attention_mask must be used as a condition .*attn_implementation='eager'"):
         on_polyhead(kind)(torch.randn(2, 5, 8), keep)
 
 
-def test_who_chooses_by_the_mask_is_served() -> None:
+def test_models_that_use_the_mask_as_a_condition_work() -> None:
     x = torch.randn(2, 5, 8)
     once = on_polyhead(UserModel)(x)
     future = torch.ones(5, 5, dtype=torch.bool).triu(1)
     s = (x @ x.mT / 8**0.5).masked_fill(future, -torch.inf)
     torch.testing.assert_close(once, s.softmax(-1) @ x)
     s = (once @ once.mT).masked_fill(future, -torch.inf)
-    torch.testing.assert_close(on_polyhead(ChoosingModel)(x), s.softmax(-1) @ once)
+    torch.testing.assert_close(on_polyhead(MaskFillingModel)(x), s.softmax(-1) @ once)

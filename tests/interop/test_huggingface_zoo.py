@@ -1,4 +1,4 @@
-"""Every architecture of transformers works on polyhead's attention or is refused: a part of the walk, and its table."""
+"""Every architecture of transformers works with polyhead's attention or is refused: a sample of the table."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from polyhead.interop import huggingface
 
 KNOWN = read_table()
 REFUSED = [name for name, known in KNOWN.items() if known.status == "refused"]
-# of those that work every eighth, unless its smallest form takes seconds
+# every eighth of the working ones, except those that take seconds
 SLOW = {"maskformer", "sam2_vision_model", "videoprism", "vivit"}
 WORKING = [name for name, known in KNOWN.items() if known.status == "works" and name not in SLOW][::8]
 
@@ -29,11 +29,11 @@ def kinds() -> dict[str, type[PreTrainedModel]]:
     return architectures()
 
 
-def test_the_table_has_nothing_else() -> None:
+def test_the_table_lists_all_architectures() -> None:
     head, version = TABLE.read_text().splitlines()[0], transformers.__version__
     assert {known.status for known in KNOWN.values()} == {"works", "refused", "not run"}
     if f"transformers {version}:" not in head:
-        pytest.skip(f"the table is of another version than {version}: python tests/interop/huggingface_zoo.py --write")
+        pytest.skip(f"the table is for another version than {version}: python tests/interop/huggingface_zoo.py --write")
     assert set(KNOWN) == set(kinds())
 
 
@@ -47,14 +47,14 @@ def test_an_architecture_works_or_is_refused(name: str) -> None:
         assert verdict(name, kind) == KNOWN[name]
 
 
-def test_a_wrong_result_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_result_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     from huggingface_zoo import WrongError
 
     from polyhead.interop.huggingface import attention as module
 
-    right = module.attention
+    right = module.polyhead_attention_forward
     wrong = lambda *args, **options: (1.01 * right(*args, **options)[0], None)
-    monkeypatch.setattr("huggingface_zoo.attention", wrong)
+    monkeypatch.setattr("huggingface_zoo.polyhead_attention_forward", wrong)
     with pytest.raises(WrongError, match="LlamaModel: differs by"):
         verdict("llama", kinds()["llama"])
     assert verdict("bloom", kinds()["bloom"]).status == "refused"

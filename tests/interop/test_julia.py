@@ -1,4 +1,4 @@
-"""GeometricMachineLearning.jl's layer: its formula in NumPy, the layer that equals it, and the way back."""
+"""GeometricMachineLearning.jl's layer: its formula in NumPy, and conversion to our layer and back."""
 
 import itertools
 
@@ -32,8 +32,8 @@ def by_columns(parameters, x, **options):
     return definition.column_attention(x, *matrices, **options)
 
 
-def written_out(parameters, x):
-    """The library's own lines, one number after another."""
+def loop_attention(parameters, x):
+    """The formula of the library as plain loops."""
     output = np.zeros((N, ITEMS))
     for head in range(HEADS):
         q, k, v = (parameters[name][f"head_{head + 1}"].T @ x for name in ("PQ", "PK", "PV"))
@@ -43,18 +43,18 @@ def written_out(parameters, x):
     return output + x
 
 
-def test_the_formula_is_the_librarys():
+def test_column_attention_equals_the_library():
     x = np.random.default_rng(1).normal(size=(N, ITEMS))
     found = by_columns(drawn(), x, scale=N**-0.5, order="QK", residual=True)
-    np.testing.assert_allclose(found, written_out(drawn(), x), atol=1e-13)
+    np.testing.assert_allclose(found, loop_attention(drawn(), x), atol=1e-13)
 
 
-def test_the_formula_is_that_of_rows_transposed():
+def test_column_attention_is_row_attention_transposed():
     parameters, x = drawn(), np.random.default_rng(1).normal(size=(N, ITEMS))
     heads = [definition.Head(*(parameters[p][f"head_{h}"] for p in ("PQ", "PK", "PV"))) for h in range(1, HEADS + 1)]
-    wanted = definition.multi_head(x.T, x.T, heads, combine="concat").T
-    np.testing.assert_allclose(by_columns(parameters, x), wanted, atol=1e-13)
-    with pytest.raises(ValueError, match="order: it is 'qk'; it must be 'KQ' or 'QK'"):
+    expected = definition.multi_head(x.T, x.T, heads, combine="concat").T
+    np.testing.assert_allclose(by_columns(parameters, x), expected, atol=1e-13)
+    with pytest.raises(ValueError, match="order must be 'KQ' or 'QK', got 'qk'"):
         by_columns(parameters, x, order="qk")
 
 
@@ -62,13 +62,13 @@ def test_the_formula_is_that_of_rows_transposed():
     ("scale", "order", "residual", "orthonormal"),
     list(itertools.product(SCALES, ("QK", "KQ"), (False, True), (False, True))),
 )
-def test_the_layer_gives_the_same(scale, order, residual, orthonormal):
+def test_the_layer_equals_the_formula_and_converts_back(scale, order, residual, orthonormal):
     parameters = drawn(orthonormal)
     x = np.random.default_rng(1).normal(size=(N, ITEMS))
     layer = layer_from_julia(parameters, scale=scale, order=order, residual=residual)
     output, heads = layer(torch.from_numpy(x).T)
-    wanted = by_columns(parameters, x, scale=SCALES[scale], order=order, residual=residual)
-    np.testing.assert_allclose(output.detach().T, wanted, atol=1e-12)
+    expected = by_columns(parameters, x, scale=SCALES[scale], order=order, residual=residual)
+    np.testing.assert_allclose(output.detach().T, expected, atol=1e-12)
     assert heads.shape == (HEADS, ITEMS, ITEMS)
     assert set(layer.manifold) == (set("qkv") if orthonormal else set())
     assert optim.check(layer) == (True, None)
@@ -80,32 +80,32 @@ def test_the_layer_gives_the_same(scale, order, residual, orthonormal):
             np.testing.assert_array_equal(back[name][key], matrix)
 
 
-def test_the_defaults_are_the_librarys():
+def test_the_defaults_equal_the_library():
     parameters, x = drawn(dtype=np.float32), np.random.default_rng(1).normal(size=(N, ITEMS)).astype(np.float32)
     layer = layer_from_julia(parameters)
     assert layer.q_proj.weight.dtype == torch.float32
     assert set(layer.manifold) == set("qkv")
-    np.testing.assert_allclose(layer(torch.from_numpy(x).T)[0].detach().T, written_out(parameters, x), atol=1e-5)
+    np.testing.assert_allclose(layer(torch.from_numpy(x).T)[0].detach().T, loop_attention(parameters, x), atol=1e-5)
 
 
-def test_some_projections_may_be_free():
+def test_projections_without_orthonormal_columns_are_unconstrained():
     parameters = {**drawn(), "PQ": drawn(False)["PQ"]}
     assert set(layer_from_julia(parameters).manifold) == {"q", "v"}
     assert set(layer_from_julia(parameters, order="KQ").manifold) == {"k", "v"}
 
 
-def test_tensors_lists_and_arrays_of_others_are_taken():
-    parameters, wanted = drawn(), layer_from_julia(drawn())
+def test_tensors_lists_and_read_only_arrays_are_accepted():
+    parameters, expected = drawn(), layer_from_julia(drawn())
     parameters["PQ"]["head_1"] = torch.from_numpy(parameters["PQ"]["head_1"])
     parameters["PK"]["head_2"] = parameters["PK"]["head_2"].tolist()
     parameters["PV"]["head_3"] = np.asfortranarray(parameters["PV"]["head_3"])
     parameters["PV"]["head_3"].flags.writeable = False
     parameters["PV"] = dict(reversed(parameters["PV"].items()))
     x = torch.randn(7, N, dtype=torch.float64)
-    assert torch.equal(layer_from_julia(parameters)(x)[0], wanted(x)[0])
+    assert torch.equal(layer_from_julia(parameters)(x)[0], expected(x)[0])
 
 
-def test_it_holds_copies():
+def test_conversion_copies_the_weights():
     parameters = drawn()
     layer = layer_from_julia(parameters)
     parameters["PV"]["head_1"][:] = 0
@@ -123,24 +123,33 @@ def changed(name, key, matrix):
 @pytest.mark.parametrize(
     ("parameters", "message"),
     [
-        ([], "parameters: there is no PQ with its heads"),
-        ({"PQ": drawn()["PQ"], "PK": drawn()["PK"]}, "parameters: there is no PV with its heads"),
-        ({**drawn(), "PK": {}}, r"parameters: PK has \[\]; it must have head_1, head_2 and so on"),
-        (changed("PK", "head_5", np.eye(5)), r"parameters: PK has \['head_1', 'head_2', 'head_3', 'head_5'\]"),
-        (changed("PV", "head_2", np.eye(5)), r"parameters: PV.head_2 is torch.float64 of shape \(5, 5\)"),
-        (changed("PV", "head_1", np.ones((N, DIM), int)), r"parameters: PV.head_1 is torch.int64 of shape \(15, 5\)"),
-        (changed("PQ", "head_4", np.ones((N, DIM))), r"parameters: PK has 3 heads of \(15, 5\) .* but PQ has 4 of"),
+        ([], r"parameters must be .*, got no dict of heads for PQ"),
+        ({"PQ": drawn()["PQ"], "PK": drawn()["PK"]}, r"parameters must be .*, got no dict of heads for PV"),
+        ({**drawn(), "PK": {}}, r"parameters: PK must have head_1, head_2 and so on, got \[\]"),
+        (
+            changed("PK", "head_5", np.eye(5)),
+            r"parameters: PK must have .*, got \['head_1', 'head_2', 'head_3', 'head_5'\]",
+        ),
+        (changed("PV", "head_2", np.eye(5)), r"parameters: PV.head_2 must be .*, got torch.float64 of shape \(5, 5\)"),
+        (
+            changed("PV", "head_1", np.ones((N, DIM), int)),
+            r"parameters: PV.head_1 must be .*, got torch.int64 of shape \(15, 5\)",
+        ),
+        (
+            changed("PQ", "head_4", np.ones((N, DIM))),
+            r"parameters: PK must match PQ, 4 heads of .*, got 3 heads of \(15, 5\)",
+        ),
         (
             {**drawn(), "PV": drawn(dtype=np.float32)["PV"]},
-            "PV has 3 heads .* in torch.float32, but PQ has 3 .*float64",
+            "PV must match PQ, 3 heads of .* in torch.float64, got 3 heads .* in torch.float32",
         ),
         (
             {name: {key: matrix.T for key, matrix in heads.items()} for name, heads in drawn().items()},
-            r"PQ has 3 heads of \(5, 15\); they must be \(N, N ÷ 3\); they look transposed",
+            r"the 3 heads of PQ must be \(N, N ÷ 3\), got \(5, 15\); they look transposed",
         ),
         (
             {name: {key: matrix[:, :3] for key, matrix in heads.items()} for name, heads in drawn().items()},
-            r"PQ has 3 heads of \(15, 3\); they must be \(N, N ÷ 3\)$",
+            r"the 3 heads of PQ must be \(N, N ÷ 3\), got \(15, 3\)$",
         ),
     ],
 )
@@ -150,11 +159,11 @@ def test_wrong_parameters_are_refused(parameters, message):
 
 
 def test_wrong_options_are_refused():
-    for convert, given in ((layer_from_julia, drawn()), (layer_to_julia, layer_from_julia(drawn()))):
-        with pytest.raises(ValueError, match="scale: it is 'sqrt'; it must be 'model', 'head' or None"):
-            convert(given, scale="sqrt")
-        with pytest.raises(ValueError, match="order: it is 'kq'; it must be 'QK' or 'KQ'"):
-            convert(given, order="kq")
+    for convert, source in ((layer_from_julia, drawn()), (layer_to_julia, layer_from_julia(drawn()))):
+        with pytest.raises(ValueError, match="scale must be 'model', 'head' or None, got 'sqrt'"):
+            convert(source, scale="sqrt")
+        with pytest.raises(ValueError, match="order must be 'QK' or 'KQ', got 'kq'"):
+            convert(source, order="kq")
 
 
 def like_julia(**changes):
@@ -171,29 +180,29 @@ def gated():
 @pytest.mark.parametrize(
     ("layer", "message"),
     [
-        (nn.Linear(2, 2), "layer: it is Linear; it must be a MultiHeadAttention"),
-        (like_julia(combine="project"), "combine: it is 'project'; it must be 'concat'"),
-        (like_julia(bias=True), "q_proj: it is one with a bias"),
-        (like_julia(score="gat"), "q_proj: it is NoneType; it must be an nn.Linear"),
-        (like_julia(head_dim=5), "d_model: it is 12; it must be 15"),
-        (like_julia(d_key=7, d_value=12), "d_key: it is 7; it must be 12"),
-        (like_julia(d_value=7), "d_value: it is 7; it must be 12"),
-        (like_julia(kv_heads=1), "kv_heads: it is 1; it must be 3"),
-        (like_julia(value_dim=5), "value_dim: it is 5; it must be 4"),
-        (like_julia(position=Rotary()), "position: it is Rotary; it must be None"),
-        (like_julia(position=ALiBi(3)), "position: it is ALiBi; it must be None"),
-        (like_julia(sink=0.0), "sink: it is Tensor; it must be None"),
-        (like_julia(qk_norm=True), "q_norm: it is RMSNorm; it must be None"),
-        (gated(), "gate: it is Tensor; it must be None"),
-        (like_julia(score="dot"), r"score: it is Dot\(\); it must be Dot\(0.288675\), for scale='model'"),
+        (nn.Linear(2, 2), "layer must be a MultiHeadAttention .*, got Linear"),
+        (like_julia(combine="project"), "combine must be 'concat', .*, got 'project'"),
+        (like_julia(bias=True), "q_proj must be an nn.Linear without a bias, .*, got one with a bias"),
+        (like_julia(score="gat"), "q_proj must be an nn.Linear .*, got NoneType"),
+        (like_julia(head_dim=5), "d_model must be 15, .*, got 12"),
+        (like_julia(d_key=7, d_value=12), "d_key must be 12, .*, got 7"),
+        (like_julia(d_value=7), "d_value must be 12, .*, got 7"),
+        (like_julia(kv_heads=1), "kv_heads must be 3, .*, got 1"),
+        (like_julia(value_dim=5), "value_dim must be 4, .*, got 5"),
+        (like_julia(position=Rotary()), "position must be None, .*, got Rotary"),
+        (like_julia(position=ALiBi(3)), "position must be None, .*, got ALiBi"),
+        (like_julia(sink=0.0), "sink must be None, .*, got Tensor"),
+        (like_julia(qk_norm=True), "q_norm must be None, .*, got RMSNorm"),
+        (gated(), "gate must be None, .*, got Tensor"),
+        (like_julia(score="dot"), r"score must be Dot\(0.288675\) for scale='model', got Dot\(\)"),
     ],
 )
-def test_what_julia_has_not_is_refused(layer, message):
+def test_layers_that_julia_cannot_express_are_refused(layer, message):
     with pytest.raises(ValueError, match=message):
         layer_to_julia(layer)
 
 
-def test_a_layer_like_julias_goes_there_and_back():
+def test_round_trip_of_an_expressible_layer():
     layer, x = like_julia(residual=True, manifold="stiefel"), torch.randn(2, 7, 12)
     again = layer_from_julia(layer_to_julia(layer))
     torch.testing.assert_close(again(x)[0], layer(x)[0])

@@ -1,4 +1,4 @@
-"""The drop-ins among PyG's explainers, hooks and transformations, and where there is no PyG."""
+"""The drop-ins with PyG's explainers, hooks and transformations, and without PyG."""
 
 from __future__ import annotations
 
@@ -7,28 +7,9 @@ import subprocess
 import sys
 from typing import Any
 
+import pyg_pairs as pairs
 import pytest
 import torch
-from pyg_pairs import (
-    CHANNELS,
-    CLOSE,
-    EDGE_DIM,
-    EDGES,
-    HEADS,
-    IN,
-    IN_OTHER,
-    KINDS,
-    LOOPING,
-    NODES,
-    OTHERS,
-    assert_same,
-    everything,
-    features,
-    inputs,
-    pair,
-    randn,
-    some_edges,
-)
 from torch import Tensor, nn
 from torch_geometric import nn as pyg
 from torch_geometric.data import HeteroData
@@ -43,8 +24,8 @@ class Net(nn.Module):
 
     def __init__(self, of: Any, kind: str, **options: Any) -> None:
         super().__init__()
-        self.first = getattr(of, kind)(IN, CHANNELS, HEADS, **options)
-        self.second = getattr(of, kind)(HEADS * CHANNELS, 2, HEADS, concat=False, **options)
+        self.first = getattr(of, kind)(pairs.IN, pairs.CHANNELS, pairs.HEADS, **options)
+        self.second = getattr(of, kind)(pairs.HEADS * pairs.CHANNELS, 2, pairs.HEADS, concat=False, **options)
 
     def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
         return self.second(self.first(x, edge_index).relu(), edge_index)
@@ -56,46 +37,46 @@ def nets(kind: str, **options: Any) -> tuple[Net, Net]:
     return peer, ours
 
 
-@pytest.mark.parametrize("edge_dim", [None, EDGE_DIM])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("edge_dim", [None, pairs.EDGE_DIM])
+@pytest.mark.parametrize("kind", pairs.KINDS)
 def test_an_edge_mask_multiplies_the_messages(kind: str, edge_dim: int | None) -> None:
-    _, x, edge_index = inputs("one")
-    peer, ours = pair(kind, edge_dim=edge_dim)
+    _, x, edge_index = pairs.inputs("one")
+    peer, ours = pairs.pair(kind, edge_dim=edge_dim)
     assert isinstance(ours, pyg.MessagePassing)
-    edge_attr, plain = features(edge_dim is not None), ours(x, edge_index) if edge_dim is None else None
-    mask = nn.Parameter(torch.randn(EDGES, dtype=torch.float64))
+    edge_attr, plain = pairs.features(edge_dim is not None), ours(x, edge_index) if edge_dim is None else None
+    mask = nn.Parameter(torch.randn(pairs.EDGES, dtype=torch.float64))
     for sigmoid, call in itertools.product((True, False), ({}, {"return_attention_weights": True})):
         for layer in (peer, ours):
             set_masks(layer, mask, edge_index, apply_sigmoid=sigmoid)
-        # the mask is a parameter of both now
-        expected = everything(peer, x, edge_index, edge_attr, **call)
-        seen = everything(ours, x, edge_index, edge_attr, **call)
+        # set_masks makes the mask a parameter of both
+        expected = pairs.everything(peer, x, edge_index, edge_attr, **call)
+        seen = pairs.everything(ours, x, edge_index, edge_attr, **call)
         assert seen["_edge_mask"].abs().max() > 0
-        assert_same(seen, expected)
+        pairs.assert_same(seen, expected)
     clear_masks(ours)
     if plain is not None:
         assert torch.equal(ours(x, edge_index), plain)
 
 
-def test_an_edge_mask_follows_its_edges_where_every_node_has_a_self_loop() -> None:
-    """PyG takes a mask of the right length for one that is in the right order."""
-    x = randn(NODES, IN)
-    edge_index = torch.cat((torch.arange(NODES).expand(2, -1), some_edges()[:, 20:]), 1)
-    _, ours = pair("GATConv")
+def test_an_edge_mask_applies_to_the_right_edges_if_every_node_has_a_self_loop() -> None:
+    """PyG assumes that a mask of the right length is in the right order."""
+    x = pairs.randn(pairs.NODES, pairs.IN)
+    edge_index = torch.cat((torch.arange(pairs.NODES).expand(2, -1), pairs.some_edges()[:, 20:]), 1)
+    _, ours = pairs.pair("GATConv")
     mask = torch.rand(edge_index.shape[1], dtype=torch.float64)
     set_masks(ours, mask, edge_index, apply_sigmoid=False)
-    apart = edge_index[0] != edge_index[1]
+    not_loops = edge_index[0] != edge_index[1]
     seen = ours(x, edge_index)
-    set_masks(ours, mask[apart], edge_index[:, apart], apply_sigmoid=False)
-    torch.testing.assert_close(seen, ours(x, edge_index[:, apart]), **CLOSE[torch.float64])
+    set_masks(ours, mask[not_loops], edge_index[:, not_loops], apply_sigmoid=False)
+    torch.testing.assert_close(seen, ours(x, edge_index[:, not_loops]), **pairs.CLOSE[torch.float64])
 
 
 CONFIG = {"mode": "regression", "task_level": "node", "return_type": "raw"}
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", pairs.KINDS)
 def test_gnn_explainer(kind: str) -> None:
-    x, edge_index = torch.randn(NODES, IN), some_edges()
+    x, edge_index = torch.randn(pairs.NODES, pairs.IN), pairs.some_edges()
     found = []
     for net in nets(kind):
         torch.manual_seed(5)
@@ -109,9 +90,9 @@ def test_gnn_explainer(kind: str) -> None:
     torch.testing.assert_close(found[1].node_mask, found[0].node_mask, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", pairs.KINDS)
 def test_attention_explainer(kind: str) -> None:
-    x, edge_index = torch.randn(NODES, IN), some_edges()
+    x, edge_index = torch.randn(pairs.NODES, pairs.IN), pairs.some_edges()
     found = []
     for net in nets(kind):
         explainer = Explainer(
@@ -119,12 +100,12 @@ def test_attention_explainer(kind: str) -> None:
         )
         found.append(explainer(x, edge_index, index=4).edge_mask)
     assert found[0].max() > 0
-    torch.testing.assert_close(found[1], found[0], **CLOSE[torch.float32])
+    torch.testing.assert_close(found[1], found[0], **pairs.CLOSE[torch.float32])
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning:torch_geometric")
-def test_an_explainer_with_messages_of_its_own() -> None:
-    x, edge_index = torch.randn(NODES, IN), some_edges()
+def test_an_explainer_that_overrides_messages() -> None:
+    x, edge_index = torch.randn(pairs.NODES, pairs.IN), pairs.some_edges()
     found = []
     for net in nets("GATConv", add_self_loops=False):
         torch.manual_seed(5)
@@ -137,54 +118,54 @@ def test_an_explainer_with_messages_of_its_own() -> None:
     torch.testing.assert_close(found[1], found[0], atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("edge_dim", [None, EDGE_DIM])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("edge_dim", [None, pairs.EDGE_DIM])
+@pytest.mark.parametrize("kind", pairs.KINDS)
 def test_hooks_see_and_change_messages(kind: str, edge_dim: int | None) -> None:
-    _, x, edge_index = inputs("one")
-    layers, seen = pair(kind, edge_dim=edge_dim), []
-    edge_attr = features(edge_dim is not None)
+    _, x, edge_index = pairs.inputs("one")
+    layers, seen = pairs.pair(kind, edge_dim=edge_dim), []
+    edge_attr = pairs.features(edge_dim is not None)
     for layer in layers:
         layer.register_message_forward_hook(lambda module, given, out: seen.append(out) or out * 2)
         layer.register_aggregate_forward_hook(lambda module, given, out: out + 1)
-    expected, ours = (everything(layer, x, edge_index, edge_attr) for layer in layers)
-    torch.testing.assert_close(seen[1], seen[0], **CLOSE[torch.float64])
-    assert_same(ours, expected)
+    expected, ours = (pairs.everything(layer, x, edge_index, edge_attr) for layer in layers)
+    torch.testing.assert_close(seen[1], seen[0], **pairs.CLOSE[torch.float64])
+    pairs.assert_same(ours, expected)
 
 
-def test_hooks_that_would_never_be_called_are_refused() -> None:
-    _, x, edge_index = inputs("one")
-    _, ours = pair("GATConv")
+def test_hooks_of_edge_update_are_refused() -> None:
+    _, x, edge_index = pairs.inputs("one")
+    _, ours = pairs.pair("GATConv")
     ours.register_edge_update_forward_hook(lambda module, given, out: None)
-    with pytest.raises(ValueError, match="edge_update: its hooks are never called here"):
+    with pytest.raises(ValueError, match="hooks of edge_update are not supported"):
         ours(x, edge_index)
 
 
-def test_a_subclass_with_a_message_of_its_own() -> None:
+def test_a_subclass_that_overrides_message() -> None:
     class Doubled(interop.GATConv):
         def message(self, x_j: Tensor, alpha: Tensor) -> Tensor:
             return 2 * super().message(x_j, alpha)
 
-    _, x, edge_index = inputs("one")
-    _, ours = pair("GATConv", bias=False)
-    doubled = Doubled(IN, CHANNELS, HEADS, bias=False).double()
+    _, x, edge_index = pairs.inputs("one")
+    _, ours = pairs.pair("GATConv", bias=False)
+    doubled = Doubled(pairs.IN, pairs.CHANNELS, pairs.HEADS, bias=False).double()
     doubled.load_state_dict(ours.state_dict())
-    torch.testing.assert_close(doubled(x, edge_index), 2 * ours(x, edge_index), **CLOSE[torch.float64])
+    torch.testing.assert_close(doubled(x, edge_index), 2 * ours(x, edge_index), **pairs.CLOSE[torch.float64])
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", pairs.KINDS)
 def test_to_hetero(kind: str) -> None:
     data = HeteroData()
-    data["paper"].x, data["author"].x = torch.randn(NODES, IN), torch.randn(OTHERS, IN_OTHER)
-    data["author", "writes", "paper"].edge_index = some_edges(OTHERS, NODES)
-    data["paper", "cites", "paper"].edge_index = some_edges()
-    data["paper", "written", "author"].edge_index = some_edges(NODES, OTHERS)
-    options = {"add_self_loops": False} if kind in LOOPING else {}
+    data["paper"].x, data["author"].x = torch.randn(pairs.NODES, pairs.IN), torch.randn(pairs.OTHERS, pairs.IN_OTHER)
+    data["author", "writes", "paper"].edge_index = pairs.some_edges(pairs.OTHERS, pairs.NODES)
+    data["paper", "cites", "paper"].edge_index = pairs.some_edges()
+    data["paper", "written", "author"].edge_index = pairs.some_edges(pairs.NODES, pairs.OTHERS)
+    options = {"add_self_loops": False} if kind in pairs.LOOPING else {}
 
     class Lazy(nn.Module):
         def __init__(self, of: Any) -> None:
             super().__init__()
-            self.first = getattr(of, kind)((-1, -1), CHANNELS, HEADS, **options)
-            self.second = getattr(of, kind)((-1, -1), CHANNELS, **options)
+            self.first = getattr(of, kind)((-1, -1), pairs.CHANNELS, pairs.HEADS, **options)
+            self.second = getattr(of, kind)((-1, -1), pairs.CHANNELS, **options)
 
         def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
             return self.second(self.first(x, edge_index).relu(), edge_index)
@@ -199,103 +180,107 @@ def test_to_hetero(kind: str) -> None:
         outputs.append(net(data.x_dict, data.edge_index_dict))
     assert outputs[0].keys() == outputs[1].keys() == {"paper", "author"}
     for name, expected in outputs[0].items():
-        torch.testing.assert_close(outputs[1][name], expected, **CLOSE[torch.float32])
+        torch.testing.assert_close(outputs[1][name], expected, **pairs.CLOSE[torch.float32])
 
 
-# what MessagePassing takes
+# options of MessagePassing
 
 
-@pytest.mark.parametrize("edge_dim", [None, EDGE_DIM])
+@pytest.mark.parametrize("edge_dim", [None, pairs.EDGE_DIM])
 @pytest.mark.parametrize("layers", [1, 2, 3])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", pairs.KINDS)
 def test_decomposed_layers_do_not_change_the_result(kind: str, layers: int, edge_dim: int | None) -> None:
-    """PyG's own layers fail with more than one, for attention cannot be cut along the channels."""
-    _, x, edge_index = inputs("one")
-    peer, ours = pair(kind, edge_dim=edge_dim)
+    """PyG's layers fail with more than one, since attention cannot be split along the channels."""
+    _, x, edge_index = pairs.inputs("one")
+    peer, ours = pairs.pair(kind, edge_dim=edge_dim)
     options = {"edge_dim": edge_dim, "decomposed_layers": layers}
-    decomposed = getattr(interop, kind)(IN, CHANNELS, HEADS, **options).double()
+    decomposed = getattr(interop, kind)(pairs.IN, pairs.CHANNELS, pairs.HEADS, **options).double()
     decomposed.load_state_dict(peer.state_dict())
-    edge_attr = features(edge_dim is not None)
-    expected = everything(peer, x, edge_index, edge_attr)
+    edge_attr = pairs.features(edge_dim is not None)
+    expected = pairs.everything(peer, x, edge_index, edge_attr)
     assert decomposed.decomposed_layers == layers
-    assert_same(everything(decomposed, x, edge_index, edge_attr), expected)
+    pairs.assert_same(pairs.everything(decomposed, x, edge_index, edge_attr), expected)
     ours.decomposed_layers = layers
-    assert_same(everything(ours, x, edge_index, edge_attr), expected)
-    theirs = getattr(pyg, kind)(IN, CHANNELS, HEADS, **options).double()
+    pairs.assert_same(pairs.everything(ours, x, edge_index, edge_attr), expected)
+    theirs = getattr(pyg, kind)(pairs.IN, pairs.CHANNELS, pairs.HEADS, **options).double()
     theirs.load_state_dict(peer.state_dict())
     if layers == 1:
-        assert_same(everything(theirs, x, edge_index, edge_attr), expected)
+        pairs.assert_same(pairs.everything(theirs, x, edge_index, edge_attr), expected)
     else:
         with pytest.raises((AttributeError, RuntimeError)):
             theirs(x, edge_index, edge_attr)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_decomposed_layers_that_cannot_be(kind: str) -> None:
+@pytest.mark.parametrize("kind", pairs.KINDS)
+def test_invalid_decomposed_layers_are_refused(kind: str) -> None:
     for wrong in (0, -1, 2.0, "2"):
         with pytest.raises(ValueError, match=rf"decomposed_layers must be an integer in \[1, \d+\], got {wrong!r}"):
-            getattr(interop, kind)(IN, CHANNELS, decomposed_layers=wrong)
-    _, x, edge_index = inputs("one")
-    _, ours = pair(kind, aggr="mean", decomposed_layers=2)
-    with pytest.raises(ValueError, match=r"decomposed_layers must be 1 where messages are made .*, got 2"):
+            getattr(interop, kind)(pairs.IN, pairs.CHANNELS, decomposed_layers=wrong)
+    _, x, edge_index = pairs.inputs("one")
+    _, ours = pairs.pair(kind, aggr="mean", decomposed_layers=2)
+    with pytest.raises(
+        ValueError, match=r"decomposed_layers must be 1 with a hook, an overridden message or .*, got 2"
+    ):
         ours(x, edge_index)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_other_words_are_refused_as_by_pyg(kind: str) -> None:
+@pytest.mark.parametrize("kind", pairs.KINDS)
+def test_unknown_options_are_refused_as_in_pyg(kind: str) -> None:
     for wrong in ({"node_dim": 0}, {"nodes": 3}):
         for of in (pyg, interop):
             with pytest.raises(TypeError, match=next(iter(wrong))):
-                getattr(of, kind)(IN, CHANNELS, **wrong)
+                getattr(of, kind)(pairs.IN, pairs.CHANNELS, **wrong)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_several_aggregations_are_one_if_they_give_the_channels(kind: str) -> None:
-    """PyG cuts rows of nodes anew where they give more."""
-    _, x, edge_index = inputs("one")
+@pytest.mark.parametrize("kind", pairs.KINDS)
+def test_several_aggregations_must_keep_the_channels(kind: str) -> None:
+    """With more channels PyG would reshape the rows of nodes."""
+    _, x, edge_index = pairs.inputs("one")
     several = {"aggr": ["mean", "max"], "aggr_kwargs": {"mode": "sum"}}
-    peer, ours = pair(kind, **several)
-    assert_same(everything(ours, x, edge_index), everything(peer, x, edge_index))
-    _, wider = pair(kind, aggr=["mean", "max"])
-    with pytest.raises(ValueError, match=rf"aggr must give {CHANNELS} channels, got {2 * CHANNELS}; pass .*mode"):
+    peer, ours = pairs.pair(kind, **several)
+    pairs.assert_same(pairs.everything(ours, x, edge_index), pairs.everything(peer, x, edge_index))
+    _, wider = pairs.pair(kind, aggr=["mean", "max"])
+    with pytest.raises(
+        ValueError, match=rf"aggr must return {pairs.CHANNELS} channels, got {2 * pairs.CHANNELS}; pass .*mode"
+    ):
         wider(x, edge_index)
 
 
 def test_hooks_read_the_weights_of_transformer_conv() -> None:
-    """PyG's own explainer reads this attribute."""
-    _, x, edge_index = inputs("one")
-    layers, seen = pair("TransformerConv", dropout=0.5), []
+    """PyG's explainer reads this attribute."""
+    _, x, edge_index = pairs.inputs("one")
+    layers, seen = pairs.pair("TransformerConv", dropout=0.5), []
     for layer in layers:
         assert layer._alpha is None
         layer.register_message_forward_hook(lambda module, given, out: seen.append(module._alpha))
         layer(x, edge_index)
         assert layer._alpha is None
-    torch.testing.assert_close(seen[1], seen[0], **CLOSE[torch.float64])
+    torch.testing.assert_close(seen[1], seen[0], **pairs.CLOSE[torch.float64])
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.:DeprecationWarning")
-@pytest.mark.parametrize("kind", KINDS)
-def test_torchscript_is_refused_in_one_sentence(kind: str) -> None:
-    x, edge_index = torch.randn(NODES, IN), some_edges()
-    layer = getattr(interop, kind)(IN, CHANNELS)
+@pytest.mark.parametrize("kind", pairs.KINDS)
+def test_torchscript_is_refused(kind: str) -> None:
+    x, edge_index = torch.randn(pairs.NODES, pairs.IN), pairs.some_edges()
+    layer = getattr(interop, kind)(pairs.IN, pairs.CHANNELS)
     for module in (layer, Net(interop, kind)):
         with pytest.raises(TypeError, match=f"torch.jit.script cannot compile {kind}; use torch.export.export or"):
             torch.jit.script(module)
         with pytest.raises(TypeError, match=f"torch.jit.trace cannot trace {kind}; use torch.export.export or"):
             torch.jit.trace(module, (x, edge_index))
-    exported, other = torch.export.export(layer, (x, edge_index)).module(), some_edges()
-    torch.testing.assert_close(exported(x, other), layer(x, other), **CLOSE[torch.float32])
+    exported, other = torch.export.export(layer, (x, edge_index)).module(), pairs.some_edges()
+    torch.testing.assert_close(exported(x, other), layer(x, other), **pairs.CLOSE[torch.float32])
 
 
 # without PyG
 
-ALONE = """
+WITHOUT_PYG = """
 import sys
 sys.modules["torch_geometric"] = None
 import torch
 from polyhead.interop.pyg import GATConv, GATv2Conv, TransformerConv
-given = torch.load(sys.argv[1])
-for kind, (state, options, x, edge_index, edge_attr, output) in given.items():
+cases = torch.load(sys.argv[1])
+for kind, (state, options, x, edge_index, edge_attr, output) in cases.items():
     layer = {"GATConv": GATConv, "GATv2Conv": GATv2Conv, "TransformerConv": TransformerConv}[kind](-1, **options)
     layer.load_state_dict(state, strict=True)
     assert type(layer).__mro__[-3:-1] == (type(layer).__mro__[-3], torch.nn.Module)
@@ -313,29 +298,29 @@ assert not [name for name in sys.modules if name.startswith("torch_geometric.")]
 
 
 def test_without_pyg(tmp_path: Any) -> None:
-    given = {}
-    x, edge_index = torch.randn(NODES, IN), some_edges()
-    for kind in KINDS:
-        options = {"out_channels": CHANNELS, "heads": HEADS, "edge_dim": EDGE_DIM}
-        peer, edge_attr = getattr(pyg, kind)(IN, **options), torch.randn(EDGES, EDGE_DIM)
-        given[kind] = (peer.state_dict(), options, x, edge_index, edge_attr, peer(x, edge_index, edge_attr).detach())
-    torch.save(given, tmp_path / "given.pt")
+    cases = {}
+    x, edge_index = torch.randn(pairs.NODES, pairs.IN), pairs.some_edges()
+    for kind in pairs.KINDS:
+        options = {"out_channels": pairs.CHANNELS, "heads": pairs.HEADS, "edge_dim": pairs.EDGE_DIM}
+        peer, edge_attr = getattr(pyg, kind)(pairs.IN, **options), torch.randn(pairs.EDGES, pairs.EDGE_DIM)
+        cases[kind] = (peer.state_dict(), options, x, edge_index, edge_attr, peer(x, edge_index, edge_attr).detach())
+    torch.save(cases, tmp_path / "cases.pt")
     done = subprocess.run(
-        [sys.executable, "-c", ALONE, str(tmp_path / "given.pt")], capture_output=True, text=True, check=False
+        [sys.executable, "-c", WITHOUT_PYG, str(tmp_path / "cases.pt")], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
     first, second = done.stdout.splitlines()[:2]
-    assert first == "aggr: it is 'max'; without torch_geometric it must be 'add'"
-    assert second == "flow: it is 'down'; it must be one of ('source_to_target', 'target_to_source')"
+    assert first == "aggr must be 'add' without torch_geometric, got 'max'; install torch_geometric for others"
+    assert second == "flow must be one of ('source_to_target', 'target_to_source'), got 'down'"
 
 
-def test_polyhead_imports_no_pyg() -> None:
+def test_polyhead_does_not_import_pyg() -> None:
     code = "import sys, polyhead; assert 'torch_geometric' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", pairs.KINDS)
 def test_on_the_meta_device(kind: str) -> None:
     with torch.device("meta"):
-        x, edge_index = torch.randn(6, IN), torch.zeros(2, 12, dtype=torch.long)
-        assert getattr(interop, kind)(IN, CHANNELS, heads=2)(x, edge_index).shape == (6, 2 * CHANNELS)
+        x, edge_index = torch.randn(6, pairs.IN), torch.zeros(2, 12, dtype=torch.long)
+        assert getattr(interop, kind)(pairs.IN, pairs.CHANNELS, heads=2)(x, edge_index).shape == (6, 2 * pairs.CHANNELS)

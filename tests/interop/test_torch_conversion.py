@@ -1,4 +1,4 @@
-"""The way from torch's module to a layer and back."""
+"""Conversion from torch's module to a layer and back."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_from_torch_and_to_torch_keep_the_function(bias: bool, zero: bool, size:
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("training", [False, True])
-def test_conversion_carries_mode_dropout_dtype_and_what_learns(training: bool, size: str) -> None:
+def test_conversion_keeps_mode_dropout_dtype_and_requires_grad(training: bool, size: str) -> None:
     module = nn.MultiheadAttention(
         MODEL, HEADS, 0.375, batch_first=True, dtype=torch.float64, add_zero_attn=True, **SIZES[size]
     )
@@ -64,9 +64,9 @@ def test_conversion_carries_mode_dropout_dtype_and_what_learns(training: bool, s
     with torch.no_grad():
         layer = from_torch(module)
         back = to_torch(layer)
-    learns = {name: p.requires_grad for name, p in layer.named_parameters()}
+    trainable = {name: p.requires_grad for name, p in layer.named_parameters()}
     frozen = {f"{part}_proj.bias" for part in "qkv"} | {"o_proj.weight"}
-    assert {name for name, learned in learns.items() if not learned} == frozen and len(learns) == 8
+    assert {name for name, learned in trainable.items() if not learned} == frozen and len(trainable) == 8
     assert {n: p.requires_grad for n, p in back.named_parameters()} == {
         n: p.requires_grad for n, p in module.named_parameters()
     }
@@ -77,7 +77,7 @@ def test_conversion_carries_mode_dropout_dtype_and_what_learns(training: bool, s
         assert {t.device.type for t in (*made.parameters(), *made.buffers())} == {"cpu"}
 
 
-def test_conversion_carries_the_device() -> None:
+def test_conversion_keeps_the_device() -> None:
     module = nn.MultiheadAttention(MODEL, HEADS, batch_first=True, device="meta", add_zero_attn=True)
     layer = from_torch(module)
     assert {t.device.type for t in (*layer.parameters(), *layer.buffers())} == {"meta"} and layer.sink is not None
@@ -95,21 +95,30 @@ class Other(nn.MultiheadAttention):
 @pytest.mark.parametrize(
     "module, message",
     [
-        (nn.MultiheadAttention(MODEL, HEADS), "its batch_first is False, it takes (items, batch, features)"),
-        (nn.MultiheadAttention(MODEL, HEADS), "Set module.batch_first = True"),
+        (
+            nn.MultiheadAttention(MODEL, HEADS),
+            "batch_first=True, since a polyhead layer takes (batch, items, features), got False",
+        ),
+        (nn.MultiheadAttention(MODEL, HEADS), "set module.batch_first = True"),
         (MultiheadAttention(MODEL, HEADS), "x.transpose(0, 1)"),
         (
             MultiheadAttention(MODEL, HEADS, add_bias_kv=True, batch_first=True),
-            "its add_bias_kv is True; it must be False",
+            "add_bias_kv=False, since a polyhead layer has no learned key and value, got True",
         ),
-        (Other(MODEL, HEADS, batch_first=True), "Other; it must be a torch.nn.MultiheadAttention with its own forward"),
-        (nn.Linear(3, 5), "module: it is torch.nn.modules.linear.Linear; it must be a torch.nn.MultiheadAttention"),
+        (
+            Other(MODEL, HEADS, batch_first=True),
+            "a torch.nn.MultiheadAttention that does not override forward, got test_torch_conversion.Other",
+        ),
+        (
+            nn.Linear(3, 5),
+            "a torch.nn.MultiheadAttention that does not override forward, got torch.nn.modules.linear.Linear",
+        ),
     ],
 )
 def test_from_torch_refuses_with_the_reason(module: Any, message: str) -> None:
     with pytest.raises(ValueError) as error:
         from_torch(module)
-    assert str(error.value).startswith("module: ") and message in str(error.value)
+    assert str(error.value).startswith("module must ") and message in str(error.value)
 
 
 def changed(**attributes: Any) -> MultiHeadAttention:
@@ -134,25 +143,25 @@ def partly_frozen(name: str) -> MultiHeadAttention:
 @pytest.mark.parametrize(
     "layer, message",
     [
-        (MultiHeadAttention(42, 6, kv_heads=2), "kv_heads: it is 2; it must be num_heads, 6"),
-        (MultiHeadAttention(MODEL, HEADS, head_dim=5), "head_dim: it is 5 in 3 heads, 15 features; torch's module must have d_model, 21"),
-        (pruned(), "head_dim: it is 7 in 2 heads, 14 features; torch's module must have d_model, 21"),
-        (MultiHeadAttention(MODEL, HEADS, value_dim=5), "value_dim: it is 5; it must be head_dim, 7"),
-        (MultiHeadAttention(MODEL, HEADS, d_out=5), "d_out: it is 5; it must be d_model, 21"),
-        (MultiHeadAttention(42, HEADS, position=Rotary()), "position: it is polyhead.position.Rotary; it must be None"),
-        (MultiHeadAttention(MODEL, HEADS, sink=0.5), "sink: it is [0.5, 0.5, 0.5]; it must be None or 0"),
-        (MultiHeadAttention(MODEL, HEADS, sink="learned"), "sink: it is learned; it must be None or 0"),
-        (MultiHeadAttention(MODEL, HEADS, qk_norm=True), "qk_norm: it is True; it must be False"),
-        (changed(gate=torch.ones(HEADS)), "gate: it is torch.Tensor; it must be None"),
-        (MultiHeadAttention(MODEL, HEADS, combine="concat"), "combine: it is 'concat'; it must be 'project'"),
-        (MultiHeadAttention(MODEL, HEADS, combine="mean"), "combine: it is 'mean'; it must be 'project'"),
-        (MultiHeadAttention(MODEL, HEADS, score=Dot(1.0)), "score: it is Dot(scale=1.0); it must be Dot() with its own scale"),
-        (MultiHeadAttention(MODEL, HEADS).fold_value_projection(), "(a merged layer has no W_V); it must be an nn.Linear"),
-        (changed(k_proj=nn.Linear(MODEL, MODEL, bias=False)), "bias: the projections have {'q_proj': True, 'k_proj': False"),
-        (changed(q_proj=nn.Sequential()), "q_proj: it is torch.nn.modules.container.Sequential; it must be an nn.Linear"),
-        (partly_frozen("k_proj.weight"), "requires_grad: it is [True, False, True] for the weight of q, k and v"),
-        (partly_frozen("v_proj.bias"), "requires_grad: it is [True, True, False] for the bias of q, k and v"),
-        (nn.MultiheadAttention(MODEL, HEADS), "layer: it is torch.nn.modules.activation.MultiheadAttention; it must be a polyhead"),
+        (MultiHeadAttention(42, 6, kv_heads=2), "kv_heads must be num_heads, 6, since torch's module has no grouped heads, got 2"),
+        (MultiHeadAttention(MODEL, HEADS, head_dim=5), "num_heads * head_dim must be d_model, 21, as in torch's module, got 3 * 5 = 15"),
+        (pruned(), "num_heads * head_dim must be d_model, 21, as in torch's module, got 2 * 7 = 14"),
+        (MultiHeadAttention(MODEL, HEADS, value_dim=5), "value_dim must be head_dim, 7, since torch's module has one size for both, got 5"),
+        (MultiHeadAttention(MODEL, HEADS, d_out=5), "d_out must be d_model, 21, since torch's module has one size for both, got 5"),
+        (MultiHeadAttention(42, HEADS, position=Rotary()), "position must be None, since torch's module has none, got polyhead.position.Rotary"),
+        (MultiHeadAttention(MODEL, HEADS, sink=0.5), "sink must be None or 0, since torch's add_zero_attn is a fixed logit of 0, got [0.5, 0.5, 0.5]"),
+        (MultiHeadAttention(MODEL, HEADS, sink="learned"), "sink must be None or 0, since torch's add_zero_attn is a fixed logit of 0, got a learned one"),
+        (MultiHeadAttention(MODEL, HEADS, qk_norm=True), "qk_norm must be False, since torch's module does not normalise queries and keys, got True"),
+        (changed(gate=torch.ones(HEADS)), "gate must be None, since torch's module has none, got torch.Tensor"),
+        (MultiHeadAttention(MODEL, HEADS, combine="concat"), "combine must be 'project', as in torch's module, got 'concat'"),
+        (MultiHeadAttention(MODEL, HEADS, combine="mean"), "combine must be 'project', as in torch's module, got 'mean'"),
+        (MultiHeadAttention(MODEL, HEADS, score=Dot(1.0)), "score must be Dot() with the default scale, 1/√head_dim, as in torch's module, got Dot(scale=1.0)"),
+        (MultiHeadAttention(MODEL, HEADS).fold_value_projection(), "v_proj must be an nn.Linear, since torch's module holds plain weights, got "),
+        (changed(k_proj=nn.Linear(MODEL, MODEL, bias=False)), "bias must be the same for all projections, since torch's module has one flag, got {'q_proj': True, 'k_proj': False"),
+        (changed(q_proj=nn.Sequential()), "q_proj must be an nn.Linear, since torch's module holds plain weights, got torch.nn.modules.container.Sequential"),
+        (partly_frozen("k_proj.weight"), "requires_grad must be the same for the weight of q, k and v, since torch's module packs them, got [True, False, True]"),
+        (partly_frozen("v_proj.bias"), "requires_grad must be the same for the bias of q, k and v, since torch's module packs them, got [True, True, False]"),
+        (nn.MultiheadAttention(MODEL, HEADS), "layer must be a polyhead.MultiHeadAttention that does not override forward, got torch.nn.modules.activation.MultiheadAttention"),
     ],
 )  # fmt: skip
 def test_to_torch_refuses_with_the_reason(layer: Any, message: str) -> None:
@@ -161,7 +170,7 @@ def test_to_torch_refuses_with_the_reason(layer: Any, message: str) -> None:
     assert message in str(error.value)
 
 
-def test_to_torch_takes_what_torch_can_express_under_other_names() -> None:
+def test_to_torch_converts_equivalent_options() -> None:
     layer = MultiHeadAttention(MODEL, HEADS, head_dim=DIM, d_key=KDIM, d_value=KDIM, score=Dot(DIM**-0.5), sink=0.0)
     layer.k_proj.weight.requires_grad_(False)
     module = to_torch(layer)

@@ -15,16 +15,16 @@ VOCABULARY, HEADS = 128, 4
 
 
 class Size(NamedTuple):
-    """How small an architecture is made."""
+    """The size of a shrunk architecture."""
 
     layers: int = 2
-    # a width that 2, 3, 4, 6, 8, 12, 16, 24 and 32 divide; None leaves all widths as they are
+    # divisible by 2, 3, 4, 6, 8, 12, 16, 24 and 32; None keeps all widths
     width: int | None = 96
-    # whether fields whose default is None get a number, if their name tells which
+    # whether fields whose default is None get the value in FILLED
     filled: bool = False
 
 
-# the first that can be built and run counts
+# the first that can be built and run is used
 SIZES = (
     Size(),
     Size(filled=True),
@@ -34,7 +34,7 @@ SIZES = (
 )
 
 LAYERS = r"(n|num)_(layers?|blocks?)|depth|\w+_(layers|depth|blocks)|num_\w+_(layers|blocks)"
-# by name at most so much; the first that matches counts
+# upper bounds by name; the first match is used
 AT_MOST = (
     (r"type_vocab_size|num_hidden_groups|inner_group_num", 10**9),
     (r".*vocab_size.*|n_vocab|\w*codebook_size|num_embeddings", VOCABULARY),
@@ -70,21 +70,21 @@ def small(model_type: str, size: Size) -> PreTrainedConfig:
 
 
 def shrink(config: PreTrainedConfig, size: Size) -> PreTrainedConfig:
-    """The same configuration with few layers and, unless the widths are left, narrow ones."""
+    """The same configuration with few layers and, unless `size.width` is None, small widths."""
     given, defaults = dict(fields(config)), dict(fields(type(config)()))
     made = {name: shrunk(name, value, given, size) for name, value in given.items()}
-    # what nobody has changed may follow from the rest
+    # unchanged fields may depend on the others
     changed = {name: value for name, value in made.items() if value is not given[name] or value != defaults[name]}
     small = type(config)(**{**changed, **GIVEN.get(config.model_type, dict)()})
     if hasattr(config, "out_features"):
-        # a backbone gives as many features as before, if it has so many stages
+        # a backbone returns as many features as before, if it has enough stages
         small.out_features = small.stage_names[-len(config.out_features) :]
     return small
 
 
 def fields(config: PreTrainedConfig) -> Iterator[tuple[str, Any]]:
     """The fields of a configuration, with their values."""
-    # what layers have each of their own is shrunk like the rest
+    # per-layer fields are shrunk like the others
     config.allow_global_per_layer_attribute_access = True
     for field in dataclasses.fields(config):
         if not field.name.startswith("_"):
@@ -92,7 +92,7 @@ def fields(config: PreTrainedConfig) -> Iterator[tuple[str, Any]]:
 
 
 def shrunk(name: str, value: Any, given: dict[str, Any], size: Size) -> Any:
-    """The value that a field gets."""
+    """The shrunk value of a field."""
     if isinstance(value, PreTrainedConfig):
         return shrink(value, size)
     depth = given.get("num_hidden_layers", given.get("n_layer"))
@@ -109,7 +109,7 @@ def shrunk(name: str, value: Any, given: dict[str, Any], size: Size) -> Any:
 
 
 def at_most(name: str, value: int, given: dict[str, Any], size: Size) -> int:
-    """A number that is no larger than those of its name may be."""
+    """The value, limited by the bound of its name."""
     if re.fullmatch(IDS, name):
         return value if value < VOCABULARY else VOCABULARY - 1 - sum(map(ord, name)) % 23
     if re.fullmatch(LAYERS, name):
@@ -127,7 +127,7 @@ def at_most(name: str, value: int, given: dict[str, Any], size: Size) -> int:
 
 
 def picked(values: list[Any], count: int) -> list[Any]:
-    """So many of the values, of each kind one if there is room."""
+    """`count` of the values, one of each kind if possible."""
     kinds = [i for i, value in enumerate(values) if value not in values[:i]][:count]
     rest = [i for i in range(len(values)) if i not in kinds]
     return [values[i] for i in sorted(kinds + rest[: count - len(kinds)])]
@@ -147,7 +147,7 @@ def _layers(**fields: Any) -> Any:
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 MROPE = {**ROPE, "mrope_section": [4, 4, 4]}
 WORDS = {"<image>": 100, "<s>": 1, "IMGIMGA": 101, "IMGIMGB": 102}
-# what the defaults lack, or what does not go with small numbers
+# fields that the defaults lack, or that do not fit small sizes
 GIVEN: dict[str, Any] = {
     **dict.fromkeys(("detr", "conditional_detr", "deformable_detr", "table-transformer", "dab-detr"), _resnet),
     **dict.fromkeys(

@@ -11,21 +11,21 @@ from torch import Tensor, nn
 from zoo_configs import VOCABULARY
 
 BATCH, ITEMS, PATCHES = 2, 12, (2, 4, 4)
-# tensors that only stand for others
+# alternatives to other inputs
 INNER = ("inputs_embeds", "hidden_states", "decoder_inputs_embeds", "encoder_outputs")
 
 
 def candidates(model: nn.Module) -> Iterator[dict[str, Any]]:
-    """What the model may be called with, the least first: it must take one of them."""
+    """Arguments for the model, fewest first: it must accept one of them."""
     for axes in (False, True):
         for more in (False, True):
             torch.manual_seed(0)
             known = _Known(model.config, inspect.signature(model.forward).parameters, axes)
-            yield {name: known.make(name) for name in _wanted(model, known, more)}
+            yield {name: known.make(name) for name in _argument_names(model, known, more)}
 
 
-def _wanted(model: nn.Module, known: _Known, more: bool) -> list[str]:
-    """What must be given, the main input and the padding; with `more` of it all that is known."""
+def _argument_names(model: nn.Module, known: _Known, more: bool) -> list[str]:
+    """The required arguments, the main input and the padding; with `more`, all known arguments."""
     parameters = known.parameters
     wanted = [name for name, p in parameters.items() if p.default is p.empty and p.kind == p.POSITIONAL_OR_KEYWORD]
     wanted += [n for n in (model.main_input_name, "input_ids", "decoder_input_ids") if n in parameters]
@@ -38,7 +38,7 @@ def _wanted(model: nn.Module, known: _Known, more: bool) -> list[str]:
 
 
 class _Known:
-    """One method per argument says how it is made; `axes` turns those round of which models differ in the order."""
+    """One method per argument creates it; `axes` swaps axes whose order differs between models."""
 
     def __init__(self, config: Any, parameters: Any, axes: bool) -> None:
         self.config, self.parameters, self.axes = config, parameters, axes
@@ -75,7 +75,7 @@ class _Known:
 
     def attention_mask(self) -> Tensor:
         mask = torch.ones(BATCH, ITEMS, dtype=torch.long)
-        # at the right every row has a key that it may attend to
+        # with padding on the right every row has a key
         mask[1, -4:] = 0
         return mask
 

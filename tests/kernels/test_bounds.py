@@ -1,6 +1,6 @@
-"""No kernel reads or writes beyond its tensors, whatever somebody has done to a graph, or passes to an operator.
+"""No kernel reads or writes beyond its tensors, however a graph was edited and whatever is passed to an operator.
 
-What could end the process runs in one of its own.
+Code that could crash the process runs in a subprocess.
 """
 
 import subprocess
@@ -44,7 +44,7 @@ def learn(graph, score, **options):
 
 
 def run(code, *options):
-    """Runs it in a process of its own, which must end as it should."""
+    """Run code in a subprocess, which must exit normally."""
     process = subprocess.run(
         [sys.executable, *options, "-c", PREAMBLE + textwrap.dedent(code)], capture_output=True, text=True, timeout=300
     )
@@ -53,8 +53,8 @@ def run(code, *options):
 
 
 @pytest.mark.parametrize("score", ["GAT(2, 8)", "GATv2(2, 8)", "Dot()"])
-def test_ids_that_were_edited_are_refused(score):
-    """Through memory that is shared with NumPy, of which no counter tells."""
+def test_edited_ids_are_refused(score):
+    """The edits go through memory shared with NumPy, which torch's version counters do not see."""
     run(f"""
         for name, array in zip(CSR._fields, graph().csr):
             for id in (-1, 2**31 - 1, -2**31, len(array) + 9000):
@@ -62,14 +62,14 @@ def test_ids_that_were_edited_are_refused(score):
                     edited = graph(weights=torch.rand(9000))
                     getattr(edited.csr, name).numpy()[place] = id
                     words = f"csr.{{name}} must"
-                    refused(f"{{name}} {{id}} at {{place}}", lambda: learn(edited, {score}, kernel="native"), words=words)
+                    refused(f"{{name}} {{id}} at {{place}}", lambda: learn(edited, {score}, kernel="edges_native"), words=words)
         edited = graph()
         edited.csr.indptr.data[20:30] = edited.csr.indptr.data[20:30].flip(0)
-        refused("falling starts", lambda: learn(edited, {score}), words="csr.indptr must rise from 0 to 9000")
+        refused("decreasing indptr", lambda: learn(edited, {score}), words="csr.indptr must increase from 0 to 9000")
     """)
 
 
-def test_ids_that_are_edited_between_the_passes_are_refused():
+def test_ids_edited_between_forward_and_backward_are_refused():
     run("""
         for name in ("out_slot", "out_indices", "indices", "edge_id"):
             edited = graph(weights=torch.rand(9000))
@@ -80,7 +80,7 @@ def test_ids_that_are_edited_between_the_passes_are_refused():
     """)
 
 
-def test_ids_that_a_pytree_has_changed_are_refused():
+def test_ids_changed_by_a_pytree_map_are_refused():
     run("""
         shifted = pytree.tree_map(lambda x: x + 1, graph())
         refused("shifted", lambda: learn(shifted, GATv2(2, 8)), words="csr.indptr must")
@@ -88,25 +88,25 @@ def test_ids_that_a_pytree_has_changed_are_refused():
         refused("huge", lambda: learn(huge, GATv2(2, 8)), words="csr.indptr must")
         swapped = graph()
         swapped.csr = CSR(*reversed(swapped.csr))
-        refused("swapped", lambda: learn(swapped, GATv2(2, 8)), words="csr.indptr must be int32 of shape (51,)")
+        refused("swapped", lambda: learn(swapped, GATv2(2, 8)), words="csr.indptr must be contiguous int32 of shape (51,)")
     """)
 
 
-def test_the_portable_kernel_refuses_them_too():
+def test_edges_torch_refuses_edited_ids():
     run("""
         for name in ("indices", "edge_id", "out_slot", "out_indices"):
             edited = graph()
             getattr(edited.csr, name).numpy()[7] = 2**30
-            refused(name, lambda: learn(edited, GATv2(2, 8), kernel="edges"), (ValueError, RuntimeError, IndexError))
-        # it reads the starts of no node
+            refused(name, lambda: learn(edited, GATv2(2, 8), kernel="edges_torch"), (ValueError, RuntimeError, IndexError))
+        # it does not read indptr
         edited = graph()
         edited.csr.indptr.numpy()[7] = 2**30
-        learn(edited, GATv2(2, 8), kernel="edges")
+        learn(edited, GATv2(2, 8), kernel="edges_torch")
     """)
 
 
-def test_edges_that_change_while_they_are_sorted():
-    """What is checked is what is sorted: other threads run meanwhile, and may write."""
+def test_edges_changed_while_they_are_sorted():
+    """The ids that are sorted are those that were checked, even if another thread writes meanwhile."""
     run("""
         edge_index = torch.randint(0, 1000, (2, 1_000_000))
         other = torch.randint(0, 1000, (2, 1_000_000))
@@ -133,7 +133,7 @@ def test_edges_that_change_while_they_are_sorted():
     """)
 
 
-def test_a_grid_that_was_edited_is_refused():
+def test_an_edited_grid_is_refused():
     run("""
         for name, value in (("dilation", (-1, -1)), ("dilation", (2**40, -3)), ("sizes", (0, 64)), ("sizes", (-8, -8))):
             grid = Grid(8, 8, window=3)
@@ -143,18 +143,18 @@ def test_a_grid_that_was_edited_is_refused():
     """)
 
 
-# calls of our operators with what does not fit, one a line: what is passed in place of what
+# calls of the operators with arguments that do not fit, one per line
 EDGES = """
     g = graph(edges=500)
     x, row, order = torch.randn(1, 50, 2, 8), torch.randn(1, 50, 2), dict(zip(IDS, g.csr))
     good = dict(q=x, k=x, v=None, a=torch.randn(2, 8), inside=None, features=None, edge=None, weights=None, **order,
                 seed=None, kind=1, factor=0.2, dropout=0.0)
     def forward(**changed):
-        return torch.ops.polyhead.edges(*{**good, **changed}.values())
+        return torch.ops.polyhead.edges_native(*{**good, **changed}.values())
     out, lse = forward()
     def backward(d_out=out, d_lse=lse, saved_out=out, saved_lse=lse, needed=(True,) * 8, **changed):
         given = {**good, **changed}.values()
-        return torch.ops.polyhead.edges_backward(d_out, d_lse, saved_out, saved_lse, *given, list(needed))
+        return torch.ops.polyhead.edges_native_backward(d_out, d_lse, saved_out, saved_lse, *given, list(needed))
     backward()
     double, many, half = x.double(), torch.randn(100, 50, 2, 8), x.bfloat16()
     wrong = [
@@ -207,7 +207,7 @@ SHORT = """
     for name in ("d_out", "d_lse", "saved_lse"):
         for like in (out[:1], lse[:1], out.double(), lse.double(), many):
             refused(f"short_backward {name} {tuple(like.shape)}", lambda: backward(**{name: like}))
-    # whatever an interval says, nothing beyond the keys is read
+    # intervals are clamped to the keys
     for ends in ((-2**31, 2**31 - 1), (5, 2**31 - 1), (2**31 - 1, -2**31), (9, 3), (40, 50)):
         forward(first=torch.full_like(first, ends[0]), stop=torch.full_like(first, ends[1]))
         backward(first=torch.full_like(first, ends[0]), stop=torch.full_like(first, ends[1]))
@@ -222,7 +222,7 @@ GRID = """
     def backward(d_out=out, d_lse=lse, saved=out, saved_lse=lse, **changed):
         return torch.ops.polyhead.grid_backward(d_out, d_lse, saved, saved_lse, *{**good, **changed}.values(), [True] * 4)
     backward()
-    # a step of which there is no second is of no matter
+    # the dilation does not matter where a window has a single point
     torch.testing.assert_close(forward(reach=[0, 1], steps=[2**62, 1])[0], forward(reach=[0, 1], steps=[1, 1])[0])
     many, wide = torch.randn(300, 4, 24, 8), torch.randn(1, 1, 2**22, 1)
     wrong = [
@@ -268,15 +268,15 @@ TILED = """
 """
 
 
-@pytest.mark.parametrize("calls", [EDGES, SHORT, GRID, TILED], ids=["edges", "short", "grid", "tiled"])
+@pytest.mark.parametrize("calls", [EDGES, SHORT, GRID, TILED], ids=["edges_native", "short", "grid", "tiled"])
 @pytest.mark.parametrize("option", ["-I", "-O"])
-def test_operators_refuse_what_does_not_fit(calls, option):
+def test_operators_refuse_arguments_that_do_not_fit(calls, option):
     """With and without Python's assertions."""
     run(calls, option)
 
 
-def test_sparse_matrices_that_point_beyond_themselves_are_refused():
-    """torch makes them, with a warning, and follows them."""
+def test_sparse_matrices_with_indices_out_of_range_are_refused():
+    """torch constructs them with a warning, and then reads out of bounds."""
     run("""
         import warnings
         from polyhead.interop.pyg import GATConv
@@ -286,13 +286,13 @@ def test_sparse_matrices_that_point_beyond_themselves_are_refused():
             for layout in (torch.sparse_csr, torch.sparse_csc):
                 made = torch.sparse_compressed_tensor(torch.tensor(starts), here, ones, (2, 2), layout=layout)
                 for name, use in (("graph", Graph), ("pyg", lambda matrix: GATConv(4, 2)(torch.randn(2, 4), matrix))):
-                    refused(f"{name} {starts} {layout}", lambda: use(made), words="must be a sparse matrix whose indices lie within it")
+                    refused(f"{name} {starts} {layout}", lambda: use(made), words="must be a sparse matrix with indices in bounds")
         made = torch.sparse_coo_tensor(torch.tensor([[0, 9, -1], [2**40, 0, 0]]), torch.ones(3), (2, 2), check_invariants=False)
-        refused("coo", lambda: Graph(made), words="must be a sparse matrix whose indices lie within it")
+        refused("coo", lambda: Graph(made), words="must be a sparse matrix with indices in bounds")
     """)
 
 
-def test_sparse_features_that_point_beyond_themselves_are_refused():
+def test_sparse_features_with_indices_out_of_range_are_refused():
     run("""
         import warnings
         from polyhead import MultiHeadAttention
@@ -308,13 +308,13 @@ def test_sparse_features_that_point_beyond_themselves_are_refused():
         }
         edges = torch.tensor([[0, 1], [1, 0]])
         for name, x in made.items():
-            refused(f"layer {name}", lambda: MultiHeadAttention(16, 4)(x), words="must be a sparse matrix whose indices lie within it")
-            refused(f"pyg {name}", lambda: GATConv(16, 4)(x, edges), words="must be a sparse matrix whose indices lie within it")
+            refused(f"layer {name}", lambda: MultiHeadAttention(16, 4)(x), words="must be a sparse matrix with indices in bounds")
+            refused(f"pyg {name}", lambda: GATConv(16, 4)(x, edges), words="must be a sparse matrix with indices in bounds")
     """)
 
 
 def test_tensors_without_memory_are_not_read():
-    """A look at small tensors would follow a pointer that is none."""
+    """The check for finite numbers would read from a null pointer."""
     run("""
         from polyhead import Causal
         class Wrapped(torch.Tensor):
@@ -330,7 +330,7 @@ def test_tensors_without_memory_are_not_read():
                 return function(*pytree.tree_map(bare, args), **pytree.tree_map(bare, kwargs or {}))
         q, k, v = torch.randn(3, 1, 2, 8, 4)
         for over in (None, Causal()):
-            wanted = attend(q, k, v, over=over)
+            expected = attend(q, k, v, over=over)
             for given in ((q, Wrapped(k), v), (q, k, Wrapped(v)), (Wrapped(q), k, v)):
-                torch.testing.assert_close(attend(*given, over=over), wanted)
+                torch.testing.assert_close(attend(*given, over=over), expected)
     """)

@@ -1,4 +1,4 @@
-"""The kernel for windows of a grid: as torch checks operators, in every instruction set, and where it gives way."""
+"""The kernel for windows of a grid: torch's opcheck, every instruction set, and the calls that it refuses."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from polyhead import Causal, attend, explain
 from polyhead._torch import native
 from polyhead.attend import run
 from polyhead.kernels import Call
-from polyhead.kernels.grid import WIDE, OnGrid
+from polyhead.kernels.grid import MAX_SEQUENCE_WINDOW, GridNative
 from polyhead.neighbourhood import Grid
 from polyhead.score import Dot
 
 pytestmark = pytest.mark.skipif(native is None, reason="the C++ kernels are not built")
 
-# numbers of each axis, what is seen, and how far apart it is
+# sizes, windows and dilations
 GRIDS = [
     Grid(5, 7, window=3),
     Grid(11, 19, window=(5, 3), dilation=(3, 2)),
@@ -36,7 +36,7 @@ GRIDS = [
 
 
 def tensors(over: Grid, *, batch=(2,), heads=(4, 2, 2), dim=8, width=8, dtype=torch.float64) -> list[Tensor]:
-    """Each with the heads inside of the items, as projections leave them."""
+    """q, k and v laid out with heads inside items, as projections leave them."""
     made = []
     for number, features in zip(heads, (dim, dim, width), strict=True):
         x = torch.randn(*batch, math.prod(over.sizes), number, features, dtype=dtype)
@@ -58,14 +58,14 @@ def computed(kernel: str, over: Grid, inputs: list[Tensor], **options: Any) -> l
     return [out, lse, *torch.autograd.grad(loss, inputs)]
 
 
-def assert_equal(found: list[Tensor], wanted: list[Tensor], tolerance: float) -> None:
-    for own, other in zip(found, wanted, strict=True):
+def assert_equal(found: list[Tensor], expected: list[Tensor], tolerance: float) -> None:
+    for own, other in zip(found, expected, strict=True):
         torch.testing.assert_close(own, other, atol=tolerance, rtol=tolerance)
 
 
 @pytest.fixture
 def each_set():
-    """The names of the instruction sets; what is in use afterwards is what was in use before."""
+    """The names of the instruction sets; the one in use is restored afterwards."""
     in_use = native.instruction_set()
     yield native.instruction_sets()
     native.use(in_use)
@@ -76,10 +76,10 @@ def each_set():
 def test_every_instruction_set_equals_the_reference(over: Grid, dtype: torch.dtype, each_set) -> None:
     inputs = [*tensors(over, dim=9, width=20, dtype=dtype), table_for(over, 4, dtype)]
     for options in ({}, {"dropout": 0.3}):
-        wanted = computed("reference", over, inputs, **options)
+        expected = computed("reference", over, inputs, **options)
         for name in each_set:
             native.use(name)
-            assert_equal(computed("grid", over, inputs, **options), wanted, 2e-4 if dtype == torch.float32 else 1e-11)
+            assert_equal(computed("grid", over, inputs, **options), expected, 2e-4 if dtype == torch.float32 else 1e-11)
 
 
 @pytest.mark.parametrize("dim", [1, 3, 7, 8, 16, 32, 33, 65])
@@ -88,10 +88,10 @@ def test_heads_of_every_width(dim: int, each_set) -> None:
     for width in (dim, 66 - dim):
         for dtype in (torch.float32, torch.float64):
             inputs = tensors(over, dim=dim, width=width, dtype=dtype)
-            wanted = computed("reference", over, inputs)
+            expected = computed("reference", over, inputs)
             for name in each_set:
                 native.use(name)
-                assert_equal(computed("grid", over, inputs), wanted, 2e-4 if dtype == torch.float32 else 1e-11)
+                assert_equal(computed("grid", over, inputs), expected, 2e-4 if dtype == torch.float32 else 1e-11)
 
 
 @pytest.mark.parametrize("width", [1, 2, 3, 4, 7, 8, 9, 15, 16, 17, 31, 33, 255, 257, 513])
@@ -103,17 +103,17 @@ def test_rows_of_every_length(width: int) -> None:
 
 @pytest.mark.parametrize("window", [1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 31, 131])
 def test_windows_of_every_size(window: int, each_set) -> None:
-    # more neighbours than scores are under way at once, along either axis
+    # more neighbours along either axis than are processed at once
     for over in (Grid(20, 12, window=window), Grid(3, 150, window=(3, window))):
         inputs = [*tensors(over, batch=(), heads=(1, 1, 1), dim=4, width=3), table_for(over, 1, torch.float64)]
-        wanted = computed("reference", over, inputs)
+        expected = computed("reference", over, inputs)
         for name in each_set:
             native.use(name)
-            assert_equal(computed("grid", over, inputs), wanted, 1e-11)
+            assert_equal(computed("grid", over, inputs), expected, 1e-11)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_halves_are_computed_in_single_precision(dtype: torch.dtype) -> None:
+def test_bf16_and_fp16_are_computed_in_fp32(dtype: torch.dtype) -> None:
     over = Grid(6, 9, window=3)
     inputs = [*tensors(over, dtype=dtype), table_for(over, 4, dtype)]
     found = computed("grid", over, inputs)
@@ -128,11 +128,11 @@ def test_heads_that_share_keys(heads: tuple[int, int, int]) -> None:
     over = Grid(5, 6, window=3)
     inputs = [*tensors(over, batch=(2, 1, 3), heads=heads), table_for(over, heads[0], torch.float64)]
     for dropout in (0.0, 0.4):
-        wanted = computed("reference", over, inputs, dropout=dropout)
-        assert_equal(computed("grid", over, inputs, dropout=dropout), wanted, 1e-11)
+        expected = computed("reference", over, inputs, dropout=dropout)
+        assert_equal(computed("grid", over, inputs, dropout=dropout), expected, 1e-11)
 
 
-def test_tensors_that_lie_in_any_order() -> None:
+def test_any_strides() -> None:
     over = Grid(5, 9, window=3)
     points = math.prod(over.sizes)
     layouts = [
@@ -147,7 +147,7 @@ def test_tensors_that_lie_in_any_order() -> None:
         assert_equal(computed("grid", over, inputs), computed("reference", over, inputs), 1e-11)
 
 
-def test_a_gradient_of_either_output_alone() -> None:
+def test_gradients_of_either_output_only() -> None:
     over = Grid(5, 9, window=3)
     inputs = tensors(over)
     for which in (0, 1):
@@ -170,7 +170,7 @@ def test_a_sink_takes_its_share(dropout: float) -> None:
     assert_equal(found[0], found[1], 1e-11)
 
 
-def test_the_operator_keeps_torchs_rules() -> None:
+def test_the_operator_passes_opcheck() -> None:
     over = Grid(4, 5, window=3)
     q, k, v = tensors(over, dtype=torch.float32)
     for table, dropout in ((None, 0.0), (torch.randn(4, 9, requires_grad=True), 0.3)):
@@ -178,7 +178,7 @@ def test_the_operator_keeps_torchs_rules() -> None:
         torch.library.opcheck(torch.ops.polyhead.grid.default, arguments)
 
 
-def test_gradients_by_differences() -> None:
+def test_gradients_by_finite_differences() -> None:
     over = Grid(2, 3, window=3)
     inputs = [*tensors(over, batch=(1,), heads=(2, 1, 1), dim=2, width=2), torch.randn(2, 9).double().requires_grad_()]
     for which in (0, 1):
@@ -188,7 +188,7 @@ def test_gradients_by_differences() -> None:
         assert torch.autograd.gradcheck(call, inputs)
 
 
-def test_threads_change_nothing() -> None:
+def test_results_do_not_depend_on_threads() -> None:
     over = Grid(40, 21, window=(5, 7))
     inputs = [*tensors(over, dim=16, width=16, dtype=torch.float32), table_for(over, 4, torch.float32)]
     before, found = torch.get_num_threads(), []
@@ -203,9 +203,9 @@ def test_threads_change_nothing() -> None:
         assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
 
 
-# with the weights kept between both sweeps, and without
+# with and without weights kept between both sweeps
 @pytest.mark.parametrize(("side", "batch"), [(7, 3150), (10, 1500)])
-def test_a_table_of_more_parts_than_are_summed_at_once(side: int, batch: int) -> None:
+def test_a_table_gradient_of_more_parts_than_are_summed_at_once(side: int, batch: int) -> None:
     over = Grid(side, side, window=2 * side - 1)
     inputs, table = tensors(over, batch=(batch,), heads=(8, 4, 4), dim=3, width=2), table_for(over, 8, torch.float64)
 
@@ -219,18 +219,18 @@ def test_a_table_of_more_parts_than_are_summed_at_once(side: int, batch: int) ->
     assert_close(d_table, one[3] + other[3], rtol=1e-11, atol=1e-9)
 
 
-def test_every_number_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_output_element_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
     over = Grid(5, 18, window=3)
     inputs = [*tensors(over), table_for(over, 4, torch.float64)]
-    wanted = computed("reference", over, inputs)
-    room, like = Tensor.new_empty, torch.empty_like
-    monkeypatch.setattr(Tensor, "new_empty", lambda *n, **options: room(*n, **options).fill_(torch.nan))
+    expected = computed("reference", over, inputs)
+    empty, like = Tensor.new_empty, torch.empty_like
+    monkeypatch.setattr(Tensor, "new_empty", lambda *n, **options: empty(*n, **options).fill_(torch.nan))
     monkeypatch.setattr(torch, "empty_like", lambda *n, **options: like(*n, **options).fill_(torch.nan))
-    assert_equal(computed("grid", over, inputs), wanted, 1e-11)
+    assert_equal(computed("grid", over, inputs), expected, 1e-11)
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_it_compiles_in_one_graph() -> None:
+def test_it_compiles_without_graph_breaks() -> None:
     over = Grid(5, 9, window=3)
     inputs = [*tensors(over, dtype=torch.float32), table_for(over, 4, torch.float32)]
 
@@ -244,7 +244,7 @@ def test_it_compiles_in_one_graph() -> None:
     assert_equal(list(own), list(other), 1e-6)
 
 
-def test_numbers_that_are_none_stay_where_they_are() -> None:
+def test_nan_stays_in_its_windows() -> None:
     over = Grid(7, 20, window=3)
     points = torch.arange(140).reshape(7, 20)
     near = torch.zeros(7, 20, dtype=torch.bool)
@@ -253,11 +253,11 @@ def test_numbers_that_are_none_stay_where_they_are() -> None:
         inputs = [x.detach() for x in tensors(over, batch=(1,), heads=(1, 1, 1), dtype=torch.float32)]
         inputs[which][0, 0, points[3, 10]] = torch.nan
         out = attend(*inputs, over=over, kernel="grid")[0, 0].isnan()
-        wanted = points.flatten() == points[3, 10] if which == 0 else near.flatten()
-        assert torch.equal(out.all(-1), wanted) and torch.equal(out.any(-1), wanted)
+        expected = points.flatten() == points[3, 10] if which == 0 else near.flatten()
+        assert torch.equal(out.all(-1), expected) and torch.equal(out.any(-1), expected)
 
 
-def test_scores_of_any_size() -> None:
+def test_scores_of_any_magnitude() -> None:
     over = Grid(5, 20, window=9)
     q, k, v = (x.detach() for x in tensors(over, dtype=torch.float32))
     for size in (1e4, 1e18):
@@ -265,18 +265,19 @@ def test_scores_of_any_size() -> None:
         torch.testing.assert_close(out, attend(q * size, k, v, over=over, kernel="reference"))
 
 
-def test_where_it_gives_way() -> None:
+def test_refusals() -> None:
     x = torch.zeros(1, 1, 64, 8)
     assert explain(x, x, x, over=Grid(8, 8, window=3)).kernel == "grid"
-    why = lambda over, q=x, **options: OnGrid().refuses(Call(q, x, x, over, Dot(), **options))
+    why = lambda over, q=x, **options: GridNative().refuses(Call(q, x, x, over, Dot(), **options))
     assert why(Grid(8, 8, window=3)) is None
     assert why(Grid(8, 8)) == "there is no window"
-    # a join is no grid: the kernel is not even asked
+    # an intersection is not a Grid, so the kernel is not even a candidate
     assert "grid" not in explain(x, x, x, over=Causal() & Grid(8, 8, window=3)).refused
     assert "without a stride" in why(Grid(8, 8, window=3, stride=2), x[:, :, :16])
-    assert why(Grid(8, 8, window=3), bias=torch.zeros(64, 64)) == "it adds no bias but a table of distances"
+    assert why(Grid(8, 8, window=3), bias=torch.zeros(64, 64)) == "the only bias it adds is a relative bias"
     assert (
-        why(Grid(2 * WIDE, window=WIDE + 1)) == "windows of more than 256 along a sequence are quicker in whole tiles"
+        why(Grid(2 * MAX_SEQUENCE_WINDOW, window=MAX_SEQUENCE_WINDOW + 1))
+        == "windows of more than 256 along a sequence are faster in whole tiles"
     )
-    assert why(Grid(2 * WIDE, window=WIDE + 1), dropout=0.1) is None
+    assert why(Grid(2 * MAX_SEQUENCE_WINDOW, window=MAX_SEQUENCE_WINDOW + 1), dropout=0.1) is None
     assert why(Grid(8, 8, window=3), x.to("meta")) == "it runs on the CPU, and q is on meta"

@@ -33,7 +33,7 @@ from polyhead import (
     attend,
     attention_weights,
 )
-from polyhead.kernels import Call, fused, kernels
+from polyhead.kernels import Call, candidate_kernels, fused
 from polyhead.neighbourhood import Sizes
 from polyhead.score import Score
 
@@ -62,7 +62,7 @@ NEIGHBOURHOODS: dict[str, Callable[[], Neighbourhood]] = {
     "offsets": lambda: Offsets([[[0], [-3], [2]], [[1], [5], [-40]]], (ITEMS,)),
 }
 
-# what holds NaN or inf in the first head: (q, k or v; the item; its features)
+# where the first head holds NaN or inf: (q, k or v; the item; its features)
 ALL = slice(None)
 POISONS: dict[str, list[tuple[str, int, slice]]] = {
     "query": [("q", 11, ALL)],
@@ -80,7 +80,7 @@ POISONS: dict[str, list[tuple[str, int, slice]]] = {
 
 
 class Poisoned:
-    """A call of which some items hold NaN or inf, and what the rule says of its rows."""
+    """A call in which some items hold NaN or inf, and the rows that the rule makes NaN."""
 
     oracle = "reference"
 
@@ -100,19 +100,19 @@ class Poisoned:
         )
         q, k, v = (~x.detach().isfinite() for x in self.tensors)
         self.live = self.allowed.any(-1)
-        # rows whose scores hold it, those that hold it in some feature, and those of either kind
+        # rows with NaN in their scores, rows with NaN in some feature, and both
         self.scores = self.live & (q.any(-1) | (self.allowed & k.any(-1)[..., None, :]).any(-1))
         self.features = self.allowed.double() @ v.double() > 0
         self.rows = self.scores | self.features.any(-1)
         self.towards = torch.linspace(-1, 1, q.numel(), dtype=torch.float64).reshape(q.shape).to(dtype)
 
     def takes(self, **options: object) -> list[str]:
-        """The kernels that take the call."""
+        """The kernels that accept the call."""
         given = {name: value for name, value in options.items() if name not in ("position", "seed")}
         position = options.get("position")
         table = None if position is None else position.by_distance(torch.arange(1 - self.items, self.items))
-        call = Call(*self.tensors, self.over, **{"score": Dot(), "table": table, **given})
-        return [kernel.name for kernel in kernels(call) if kernel.refuses(call) is None]
+        call = Call(*self.tensors, self.over, **{"score": Dot(), "relative_bias": table, **given})
+        return [kernel.name for kernel in candidate_kernels(call) if kernel.refuses(call) is None]
 
     def check(self, kernel: str, *, nan: bool = True, across_heads: bool = False, **options: object) -> None:
         """Compare with the same call without NaN.
@@ -121,27 +121,27 @@ class Poisoned:
         """
         out = attend(*self.tensors, over=self.over, kernel=kernel, **options)
         wide = {name: x.double() if name in ("bias", "sink") else x for name, x in options.items()}
-        # what is forbidden in the bias too
+        # forbidden pairs hold NaN in the bias too
         wide |= {"bias": wide["bias"].nan_to_num(0.0, 0.0, 0.0)} if "bias" in wide else {}
-        wanted = attend(*self.clean, over=self.over, kernel=self.oracle, **wide)
+        expected = attend(*self.clean, over=self.over, kernel=self.oracle, **wide)
         off = self.scores[..., None] | self.features
-        self._compare(f"{kernel}: out", out, wanted, off, off if nan else None)
+        self._compare(f"{kernel}: out", out, expected, off, off if nan else None)
         got = torch.autograd.grad(out, self.tensors, self.towards)
-        # rows that see it have no share in what the others are given
+        # rows that see NaN do not contribute to the gradients of the others
         towards = self.towards.double().masked_fill(self.rows[..., None], 0.0)
-        wanted = torch.autograd.grad(wanted, self.clean, towards)
-        # a key may be given NaN by any row that sees it
+        expected = torch.autograd.grad(expected, self.clean, towards)
+        # a key may get NaN from any row that sees it
         reached = (self.allowed & self.rows[..., None]).any(-2)
-        for name, a, b, off in zip("qkv", got, wanted, (self.rows, reached, reached), strict=True):
+        for name, a, b, off in zip("qkv", got, expected, (self.rows, reached, reached), strict=True):
             off = off.any(1, keepdim=True) if across_heads else off
             self._compare(f"{kernel}: d{name}", a, b, off[..., None].expand_as(a), None)
 
-    def _compare(self, name: str, got: Tensor, wanted: Tensor, off: Tensor, nan: Tensor | None) -> None:
+    def _compare(self, name: str, got: Tensor, expected: Tensor, off: Tensor, nan: Tensor | None) -> None:
         assert got.dtype == self.dtype
         leaks = ~got.isfinite() & ~off
         assert not leaks.any(), f"{name}: {leaks.nonzero()[:4].tolist()} of {int(leaks.sum())} are not finite"
-        apart = (got.double() - wanted).masked_fill(off, 0.0).abs().max()
-        assert apart <= DTYPES[self.dtype] * max(1.0, wanted.abs().max()), f"{name}: {apart} off"
+        apart = (got.double() - expected).masked_fill(off, 0.0).abs().max()
+        assert apart <= DTYPES[self.dtype] * max(1.0, expected.abs().max()), f"{name}: {apart} off"
         if nan is not None:
             assert got[nan].isnan().all(), f"{name}: {(nan & ~got.isnan()).nonzero()[:4].tolist()} are not NaN"
 
@@ -161,7 +161,7 @@ def test_one_rule_for_all_kernels(name: str, poison: str, dtype: torch.dtype):
 @pytest.mark.parametrize("poison", ["query", "query-first", "key-first", "key-last", "value", "everything"])
 @pytest.mark.parametrize("over", [Dense(), Causal(), Window(1), Mask(torch.ones(1, 1, dtype=torch.bool))], ids=repr)
 def test_few_keys(over: Neighbourhood, poison: str, items: int):
-    """torch's kernel takes a row of NaN for one without keys, where the keys do not fill a vector."""
+    """torch's kernel treats a row of NaN as one without keys, if the keys do not fill a SIMD vector."""
     over = Mask(torch.ones(items, items, dtype=torch.bool)) if isinstance(over, Mask) else over
     for dtype in DTYPES:
         case = Poisoned(over, poison, dtype, items=items)
@@ -172,9 +172,9 @@ def test_few_keys(over: Neighbourhood, poison: str, items: int):
 @pytest.mark.parametrize("name", ["q", "k"])
 def test_many_queries_with_few_keys(name: str):
     given = {"q": torch.randn(2, 4, 300, 8), "k": torch.randn(2, 2, 5, 8), "v": torch.randn(2, 2, 5, 8)}
-    assert given["q"].numel() > fused.FEW_NUMBERS
+    assert given["q"].numel() > fused.MAX_CHECKED_NUMBERS
     given[name][0, 1] = torch.nan
-    # heads of queries share those of keys by two
+    # two query heads share one key head
     rows = slice(1, 2) if name == "q" else slice(2, 4)
     for dtype, kernel in itertools.product(DTYPES, ("fused", "short", "tiled", "reference")):
         out = attend(*(x.to(dtype) for x in given.values()), kernel=kernel)
@@ -188,7 +188,7 @@ def test_many_queries_with_few_keys(name: str):
     "over", [Causal(), Window(70), Causal() & Window(150), Segments(torch.arange(600) // 130)], ids=str
 )
 def test_long_rows(over: Neighbourhood, poison: str, dtype: torch.dtype):
-    """As many keys as fill several tiles, and several blocks of torch's kernel."""
+    """Enough keys for several tiles, and several blocks of torch's kernel."""
     case = Poisoned(over, poison, dtype, items=600)
     for kernel in case.takes():
         case.check(kernel)
@@ -208,16 +208,16 @@ OPTIONS: dict[str, Callable[[torch.dtype], dict[str, object]]] = {
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("poison", ["query", "key", "value", "token", "padding"])
 @pytest.mark.parametrize("name", NEIGHBOURHOODS)
-def test_options_change_nothing_of_it(name: str, poison: str, option: str):
+def test_the_rule_holds_with_options(name: str, poison: str, option: str):
     over = NEIGHBOURHOODS[name]()
     if isinstance(over, Graph) and "bias" in option:
-        # one number an edge, of which none is forbidden
+        # one number per edge, and no edge is forbidden
         return
     for dtype in (torch.float32, torch.bfloat16):
         case, options = Poisoned(over, poison, dtype), OPTIONS[option](dtype)
         for kernel in case.takes(**options):
-            # as documented: one product makes the terms of all heads
-            case.check(kernel, across_heads=option == "gat" and kernel in ("native", "pairs"), **options)
+            # as documented: one matrix product computes the terms of all heads
+            case.check(kernel, across_heads=option == "gat" and kernel in ("edges_native", "windows"), **options)
 
 
 @pytest.mark.parametrize("name", ["causal", "window", "mask", "padding-self", "causal-segments"])
@@ -239,8 +239,8 @@ def test_a_bias_of_a_forbidden_pair(name: str, value: float, learned: bool):
 @pytest.mark.parametrize("value", [torch.inf, -torch.inf])
 @pytest.mark.parametrize("poison", POISONS)
 @pytest.mark.parametrize("name", NEIGHBOURHOODS)
-def test_inf_reaches_no_further(name: str, poison: str, value: float):
-    """Of those that may see it nothing is said here."""
+def test_inf_reaches_only_rows_that_see_it(name: str, poison: str, value: float):
+    """Rows that see it are not checked here."""
     for dtype in (torch.float32, torch.float16):
         case = Poisoned(NEIGHBOURHOODS[name](), poison, dtype, value)
         for kernel in case.takes():
@@ -248,8 +248,8 @@ def test_inf_reaches_no_further(name: str, poison: str, value: float):
 
 
 @pytest.mark.parametrize("name", sorted(NEIGHBOURHOODS.keys() - {"causal"}))
-def test_a_gradient_of_nan_reaches_no_further(name: str):
-    """Those that a query may not see get nothing of what it is given."""
+def test_a_nan_gradient_reaches_only_keys_that_the_query_sees(name: str):
+    """Keys and values that a query may not see get nothing from its gradient."""
     case = Poisoned(NEIGHBOURHOODS[name](), "query", torch.float32)
     case.tensors = [x.detach().float().requires_grad_() for x in case.clean]
     case.towards[..., 11, :] = torch.nan
@@ -262,12 +262,12 @@ def test_a_gradient_of_nan_reaches_no_further(name: str):
 
 @pytest.mark.parametrize("poison", POISONS)
 @pytest.mark.parametrize("name", sorted(NEIGHBOURHOODS.keys() - {"graph"}))
-def test_numpy_says_the_same(name: str, poison: str):
+def test_the_numpy_definition_follows_the_rule(name: str, poison: str):
     case = Poisoned(NEIGHBOURHOODS[name](), poison, torch.float64)
     q, k, v = (x.detach() for x in case.tensors)
     weights = attention_weights(q, k, over=case.over)
     out = attend(q, k, v, over=case.over, kernel="reference")
-    # what is forbidden has no weight in a row of NaN either
+    # forbidden pairs have weight zero even in a row of NaN
     assert torch.equal(weights[~case.allowed], torch.zeros_like(weights[~case.allowed]))
     for b, h in np.ndindex(BATCH, HEADS):
         Q, K, V, allowed = (x[b, h].numpy() for x in (q, k, v, case.allowed))
@@ -275,7 +275,7 @@ def test_numpy_says_the_same(name: str, poison: str):
         np.testing.assert_allclose(definition.attention(Q, K, V, allowed=allowed), out[b, h], atol=1e-12)
 
 
-def test_numpys_graphs_say_the_same():
+def test_the_numpy_definition_on_graphs_follows_the_rule():
     A = np.array([[1.0, 1.0, 0.0], [0.0, 1.0, 0.0], [0.0, 0.0, 1.0]])
     X, W, a = np.random.default_rng(0).normal(size=(3, 4)), np.eye(4), np.ones(4)
     X[2] = np.nan
@@ -285,7 +285,7 @@ def test_numpys_graphs_say_the_same():
 
 @pytest.mark.parametrize("poison", ["query", "key", "value", "token"])
 @pytest.mark.parametrize("name", ["dense", "causal", "window", "segments-apart", "causal-segments"])
-def test_transforms_follow_it(name: str, poison: str):
+def test_transforms_follow_the_rule(name: str, poison: str):
     case = Poisoned(NEIGHBOURHOODS[name](), poison, torch.float32)
 
     def loss(*tensors: Tensor) -> tuple[Tensor, Tensor]:
@@ -302,7 +302,7 @@ def test_transforms_follow_it(name: str, poison: str):
 
 
 @pytest.mark.parametrize("over", [Window(5), Mask(torch.rand(ITEMS, ITEMS) > 0.6)], ids=str)
-def test_a_compiled_call_follows_it(over: Neighbourhood):
+def test_a_compiled_call_follows_the_rule(over: Neighbourhood):
     case = Poisoned(over, "token", torch.float32)
     compiled = torch.compile(lambda *given: attend(*given, over=over), fullgraph=True, backend="aot_eager")
     out = compiled(*case.tensors)
@@ -311,16 +311,16 @@ def test_a_compiled_call_follows_it(over: Neighbourhood):
     assert given[0][~case.rows].isfinite().all()
 
 
-def test_a_mode_that_watches_changes_nothing():
+def test_a_dispatch_mode_changes_nothing():
     case = Poisoned(Causal(), "value-last", torch.float32)
     with torch.device("cpu"):
         case.check("fused")
 
 
-# where another decides, as documented
+# documented exceptions
 
 
-def test_torchs_kernel_decides_where_it_is_compiled():
+def test_exception_torchs_kernel_when_compiled():
     q, k, v = (torch.randn(1, 1, n, DIM) for n in (3, 5, 5))
     q[0, 0, 1] = torch.nan
     compiled = torch.compile(lambda: attend(q, k, v), fullgraph=True, backend="aot_eager")
@@ -328,7 +328,7 @@ def test_torchs_kernel_decides_where_it_is_compiled():
     assert attend(q, k, v)[0, 0, 1].isnan().all()
 
 
-def test_torchs_kernel_decides_where_gradients_bring_nan():
+def test_exception_torchs_kernel_with_nan_gradients():
     q, k, v = (torch.randn(1, 1, ITEMS, DIM, requires_grad=True) for _ in range(3))
     towards = torch.ones(1, 1, ITEMS, DIM)
     towards[0, 0, 3] = torch.nan
@@ -338,8 +338,8 @@ def test_torchs_kernel_decides_where_gradients_bring_nan():
         assert bool(given[0, 0, 4:].isfinite().all()) == clean
 
 
-def test_one_offset_a_head_needs_no_score():
-    """The softmax of one number is 1: neither queries nor keys are read."""
+def test_one_offset_per_head_needs_no_score():
+    """The softmax of a single score is 1: neither queries nor keys are read."""
     q, k, v = torch.randn(3, 1, ITEMS, DIM)
     q[0, 3] = k[0, 4] = torch.nan
     v[0, 8] = torch.nan
@@ -348,22 +348,22 @@ def test_one_offset_a_head_needs_no_score():
     assert torch.equal(out[0, -1], torch.zeros(DIM))
 
 
-def test_numbers_beyond_a_halfs_sum_are_finite():
-    """The sum of these is beyond fp16's range: `fused` does not take it for inf and leave the call to `tiled`."""
+def test_finite_numbers_whose_sum_overflows_fp16():
+    """Their sum overflows fp16; `fused` must not treat them as inf and leave the call to `tiled`."""
     q, k, v = (torch.full((1, 2, 600, 64), 2.0, dtype=torch.float16, requires_grad=True) for _ in range(3))
     assert q.sum().isinf()
     assert "Flash" in attend(q, k, v, over=Causal(), kernel="fused").grad_fn.name()
 
 
 class Capped(Score):
-    """Gemma 2's score: one that is no dot product, and no kernel's."""
+    """Gemma 2's score, for which no fast kernel has code."""
 
     def forward(self, q: Tensor, k: Tensor) -> Tensor:
         return (q @ k.mT / 10).tanh() * 10
 
 
 @pytest.mark.parametrize("score", [Capped(), GAT(2, 4), GATv2(2, 4)], ids=lambda score: type(score).__name__)
-def test_other_scores_hand_on_no_gradient(score: Score):
+def test_other_scores_propagate_no_nan_gradient(score: Score):
     q, k, v = torch.randn(3, 1, 2, 6, 4)
     for x in (q, k, v):
         x[0, :, 5] = torch.nan

@@ -1,4 +1,4 @@
-"""Scores of any scale: negative, zero, or so small that fp32 does not hold it."""
+"""Scores of any scale: negative, zero, or too small for fp32."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from polyhead import (
     Window,
     attend,
 )
-from polyhead.kernels import ALONG_KEYS, Call, kernels
+from polyhead.kernels import SEQUENCE_KERNELS, Call, candidate_kernels
 from polyhead.neighbourhood import Sizes
 
 BATCH, HEADS, ITEMS, DIM = 2, 3, 37, 10
 SCALES = (-1.0, -0.3, 0.0, -0.0, 1e-30, -1e-30, 1e-50)
-# that of every dtype, relative to the largest number
+# the tolerance of each dtype, relative to the largest number
 DTYPES = {torch.float64: 1e-11, torch.float32: 2e-5, torch.bfloat16: 4e-2}
 
 LENGTHS, IDS = torch.tensor([23, 0]), torch.arange(ITEMS) // 13
@@ -58,13 +58,15 @@ def results(kernel: str, tensors, over, scale, **more):
 
 def takes(tensors, over, **more) -> list[str]:
     call = Call(*tensors, over, Dot(), **more)
-    return [kernel.name for kernel in kernels(call) if kernel.refuses(call) is None and kernel.name != "reference"]
+    return [
+        kernel.name for kernel in candidate_kernels(call) if kernel.refuses(call) is None and kernel.name != "reference"
+    ]
 
 
-def same(got, wanted, dtype) -> bool:
+def same(got, expected, dtype) -> bool:
     return all(
         bool(a.isfinite().all()) and (a.double() - b).abs().max() <= DTYPES[dtype] * max(1.0, b.abs().max())
-        for a, b in zip(got, wanted, strict=True)
+        for a, b in zip(got, expected, strict=True)
     )
 
 
@@ -82,35 +84,35 @@ def test_kernels_take_any_scale(name: str, scale: float, option: str, dtype: tor
         more["bias"] = torch.randn(HEADS, 1, ITEMS).to(dtype).requires_grad_(option == "learned-bias")
     exact = [x.detach().double().requires_grad_() for x in tensors]
     wide = {key: x.detach().double().requires_grad_(x.requires_grad) for key, x in more.items()}
-    wanted = results("reference", exact, over, scale, **wide)
+    expected = results("reference", exact, over, scale, **wide)
     known = takes(tensors, over, **more)
     assert known or name == "dense"
     for kernel in [*known, "reference"]:
-        assert same(results(kernel, tensors, over, scale, **more), wanted, dtype), kernel
+        assert same(results(kernel, tensors, over, scale, **more), expected, dtype), kernel
 
 
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("name", ["causal", "mask", "causal-segments"])
-def test_the_reference_is_numpys(name: str, scale: float):
+def test_the_reference_equals_numpy(name: str, scale: float):
     over = NEIGHBOURHOODS[name]()
     q, k, v = torch.randn(3, BATCH, HEADS, ITEMS, DIM, dtype=torch.float64)
     out = attend(q, k, v, over=over, score=Dot(scale), kernel="reference")
     mask = over.mask(Sizes((BATCH,), HEADS, ITEMS, ITEMS), q.device).expand(BATCH, HEADS, ITEMS, ITEMS)
     for b, h in np.ndindex(BATCH, HEADS):
-        wanted = definition.attention(
+        expected = definition.attention(
             *(x[b, h].numpy() for x in (q, k, v)), allowed=mask[b, h].numpy(), scale=scale
         )  # fmt: skip
-        np.testing.assert_allclose(out[b, h].numpy(), wanted, atol=1e-12)
+        np.testing.assert_allclose(out[b, h].numpy(), expected, atol=1e-12)
 
 
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("over", [Causal(), Causal() & Window(90), Window(3)], ids=str)
 def test_long_rows_take_any_scale(over: Neighbourhood, scale: float):
-    """As many keys as fill several blocks of torch's kernel, with fewer heads of keys than of queries."""
+    """Enough keys for several blocks of torch's kernel, with fewer key heads than query heads."""
     tensors = [torch.randn(1, heads, 600, 16, requires_grad=True) for heads in (4, 2, 2)]
-    wanted = results("reference", [x.detach().double().requires_grad_() for x in tensors], over, scale)
+    expected = results("reference", [x.detach().double().requires_grad_() for x in tensors], over, scale)
     for kernel in takes(tensors, over):
-        assert same(results(kernel, tensors, over, scale), wanted, torch.float32), kernel
+        assert same(results(kernel, tensors, over, scale), expected, torch.float32), kernel
 
 
 @pytest.mark.parametrize("scale", SCALES)
@@ -119,8 +121,8 @@ def test_a_position_and_a_sink_without_gradients(scale: float):
     given = {"over": Causal(), "score": Dot(scale), "sink": torch.randn(HEADS)}
     for more in ({}, {"position": ALiBi(HEADS)}):
         with torch.no_grad():
-            wanted = attend(q, k, v, kernel="reference", **given, **more)
-            torch.testing.assert_close(attend(q, k, v, **given, **more), wanted)
+            expected = attend(q, k, v, kernel="reference", **given, **more)
+            torch.testing.assert_close(attend(q, k, v, **given, **more), expected)
 
 
 @pytest.mark.parametrize("scale", SCALES)
@@ -128,9 +130,9 @@ def test_graphs_and_grids_take_any_scale(scale: float):
     pairs = torch.cat((torch.arange(ITEMS).expand(2, -1), torch.randint(0, ITEMS, (2, 90))), 1).unique(dim=1)
     for over in (Graph(pairs, ITEMS), Grid(ITEMS, window=5), Grid(1, ITEMS, window=3, dilation=2)):
         tensors = [torch.randn(HEADS, ITEMS, DIM, requires_grad=True) for _ in range(3)]
-        wanted = results("reference", [x.detach().double().requires_grad_() for x in tensors], over, scale)
+        expected = results("reference", [x.detach().double().requires_grad_() for x in tensors], over, scale)
         for kernel in takes(tensors, over):
-            assert same(results(kernel, tensors, over, scale), wanted, torch.float32), (over, kernel)
+            assert same(results(kernel, tensors, over, scale), expected, torch.float32), (over, kernel)
 
 
 @pytest.mark.parametrize("scale", [-1.0, 0.0])
@@ -145,13 +147,13 @@ def test_a_layer_and_its_heads_take_any_scale(scale: float):
 
 
 @pytest.mark.parametrize("scale", [math.nan, math.inf, -math.inf])
-def test_a_scale_is_finite(scale: float):
+def test_a_scale_must_be_finite(scale: float):
     with pytest.raises(ValueError, match=r"scale must be a number in \(-inf, inf\), got -?(nan|inf)"):
         Dot(scale)
 
 
 @pytest.mark.parametrize("scale", ["1", True, 1j, torch.tensor(1.0, requires_grad=True), [1.0]], ids=repr)
-def test_a_scale_is_a_number(scale: object):
+def test_a_scale_must_be_a_number(scale: object):
     with pytest.raises(TypeError, match=r"scale must be a number in \(-inf, inf\), got"):
         Dot(scale)
 
@@ -163,16 +165,16 @@ def test_a_scale_may_be_any_real_number():
     assert Dot().scale is None
 
 
-def test_a_compiler_sees_through_the_check():
+def test_the_check_can_be_compiled():
     q, k, v = torch.randn(3, 1, 2, 20, 8)
     compiled = torch.compile(
         lambda scale: attend(q, k, v, over=Causal(), score=Dot(scale)), fullgraph=True, backend="aot_eager"
     )
     for scale in (0.5, -0.5, 0.0):
-        wanted = attend(q, k, v, over=Causal(), score=Dot(scale), kernel="reference")
-        torch.testing.assert_close(compiled(scale), wanted)
+        expected = attend(q, k, v, over=Causal(), score=Dot(scale), kernel="reference")
+        torch.testing.assert_close(compiled(scale), expected)
 
 
-def test_every_kernel_along_keys_is_tried():
+def test_every_kernel_along_keys_is_tested():
     q = torch.randn(1, 1, 4, 4)
-    assert {*takes([q] * 3, Dense()), *takes([q] * 3, Causal()), "reference"} == {k.name for k in ALONG_KEYS}
+    assert {*takes([q] * 3, Dense()), *takes([q] * 3, Causal()), "reference"} == {k.name for k in SEQUENCE_KERNELS}

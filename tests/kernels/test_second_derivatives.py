@@ -1,4 +1,4 @@
-"""Second derivatives: every kernel has them, by the definition, where a backward pass is recorded itself."""
+"""Second derivatives: every kernel computes them by the definition, when the backward pass is itself recorded."""
 
 from __future__ import annotations
 
@@ -84,12 +84,12 @@ def test_learned_bias_and_table():
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.4])
-@pytest.mark.parametrize("kernel", ["native", "edges"])
+@pytest.mark.parametrize("kernel", ["edges_native", "edges_torch"])
 @pytest.mark.parametrize("kind", ["dot", "gat", "gatv2"])
 def test_along_edges(kind: str, kernel: str, dropout: float):
     torch.manual_seed(0)
     q, k, v = tensors()
-    # a hub, a node without edges, an edge that is there twice
+    # a hub, a node without edges, a duplicate edge
     pairs = torch.tensor([[0, 1, 2, 3, 4, 1, 1], [0, 0, 0, 2, 3, 4, 4]])
     features = torch.randn(7, 2, dtype=torch.float64).requires_grad_()
     weights = torch.rand(7, dtype=torch.float64).requires_grad_()
@@ -105,17 +105,17 @@ def test_along_edges(kind: str, kernel: str, dropout: float):
 
 
 def test_keys_that_are_the_values():
-    """One tensor for two inputs: each has a gradient of its own."""
+    """One tensor for two inputs: each gets its own gradient."""
     torch.manual_seed(0)
     x = tensors()[0]
     over = Graph(torch.randint(0, ITEMS, (2, 11)), ITEMS)
     score = GATv2(HEADS, DIM).double()
-    check(lambda x: attend(x, x, x, over=over, score=score, kernel="native"), x)
+    check(lambda x: attend(x, x, x, over=over, score=score, kernel="edges_native"), x)
     for kernel in ("fused", "short", "tiled"):
         check(lambda x: attend(x, x, x, kernel=kernel), x)  # noqa: B023 - called at once
 
 
-@pytest.mark.parametrize("kernel", ["grid", "pairs", "tiled"])
+@pytest.mark.parametrize("kernel", ["grid", "windows", "tiled"])
 @pytest.mark.parametrize("dropout", [0.0, 0.4])
 def test_on_grids(kernel: str, dropout: float):
     torch.manual_seed(0)
@@ -126,7 +126,7 @@ def test_on_grids(kernel: str, dropout: float):
 def test_on_grids_with_a_learned_table():
     torch.manual_seed(0)
     position = RelativeBias(HEADS, window=(3, 3)).double()
-    # wide enough for the distance of two points to tell their offset
+    # wide enough that the distance of two points determines their offset
     q, k, v = (torch.randn(1, HEADS, 8, 2, dtype=torch.float64).requires_grad_() for _ in range(3))
 
     def call(q: Tensor, k: Tensor, v: Tensor, _: Tensor) -> Tensor:
@@ -156,9 +156,9 @@ def test_gradient_penalty_of_the_drop_in(need_weights: bool):
     x = torch.randn(2, 5, 12, dtype=torch.float64).requires_grad_()
     y = x.detach().flip(1)
     padded = torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
-    wanted = penalty(theirs, x, y, y, key_padding_mask=padded)
+    expected = penalty(theirs, x, y, y, key_padding_mask=padded)
     got = penalty(ours, x, y, y, key_padding_mask=padded, need_weights=need_weights)
-    for a, b in zip(got, wanted, strict=True):
+    for a, b in zip(got, expected, strict=True):
         torch.testing.assert_close(a, b)
 
 
@@ -175,7 +175,7 @@ def test_gradient_penalty_of_the_layer(over: Any):
     assert all(g.isfinite().all() for g in penalty(layer, x, over=over))
 
 
-def test_halves_and_a_third_derivative():
+def test_bf16_fp16_and_a_third_derivative():
     torch.manual_seed(0)
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         q, k, v = (x.detach().to(dtype).requires_grad_() for x in tensors())
@@ -187,15 +187,14 @@ def test_halves_and_a_third_derivative():
                 value = slope.float().pow(2).sum()
 
 
-def test_first_derivatives_stay_with_the_fast_kernels(monkeypatch: pytest.MonkeyPatch):
-    """Nothing goes through the definition where nobody asks for a second derivative."""
-    from polyhead.kernels import fused
-    from polyhead.kernels import operator_registration as operators
+def test_first_derivatives_use_the_fast_kernels(monkeypatch: pytest.MonkeyPatch):
+    """The definition is not used unless a second derivative is computed."""
+    from polyhead.kernels import fused, operator_registration
 
     def refuse(*_: Any) -> None:
         raise AssertionError("the definition was called")
 
-    monkeypatch.setattr(operators, "differentiate_definition", refuse)
+    monkeypatch.setattr(operator_registration, "differentiate_definition", refuse)
     monkeypatch.setattr(fused, "differentiate_definition", refuse)
     q, k, v = tensors()
     for kernel in ("fused", "short", "tiled"):
@@ -210,12 +209,12 @@ def test_first_derivatives_stay_with_the_fast_kernels(monkeypatch: pytest.Monkey
         ("short", Window(2)),
         ("tiled", Window(2)),
         ("reference", None),
-        ("native", Graph(torch.randint(0, 6, (2, 12)), 6)),
-        ("edges", Graph(torch.randint(0, 6, (2, 12)), 6)),
+        ("edges_native", Graph(torch.randint(0, 6, (2, 12)), 6)),
+        ("edges_torch", Graph(torch.randint(0, 6, (2, 12)), 6)),
         ("grid", Grid(2, 3, window=3)),
     ],
 )
-def test_values_alone_beside_a_sink(kernel: str, over: Any):
+def test_only_values_need_gradients_beside_a_sink(kernel: str, over: Any):
     """The log-sum-exp, which the sink needs, does not depend on the values."""
     q, k, v = torch.randn(3, 2, 6, 4, dtype=torch.float64)
     call = lambda v: attend(q, k, v, over=over, sink=0.0, kernel=kernel).square()

@@ -31,28 +31,28 @@ from polyhead import (
     attend,
 )
 from polyhead._torch import native
-from polyhead.interop.pyg.edge_index import of_loops
+from polyhead.interop.pyg.edge_index import self_loop_features
 from polyhead.kernels import Call
 from polyhead.metrics import blockwise
-from polyhead.metrics.blockwise import Part
+from polyhead.metrics.parts import DensePart
 from polyhead.nn.unpad import Unpadding
 
 HUB = 5000
 HEADS, DIM = 2, 4
-# how far a gradient may be from that in fp64, relative to the largest: inputs and outputs of a kernel are rounded too
+# tolerance relative to the largest gradient in fp64: inputs and outputs of a kernel are rounded too
 DTYPES = {torch.float64: 1e-11, torch.float32: 1e-4, torch.bfloat16: 2**-6, torch.float16: 2**-9}
 
 needs_native = pytest.mark.skipif(native is None, reason="there are no C++ kernels")
 
 
 def some(*shape: int) -> Tensor:
-    """Positive numbers that every dtype holds exactly: sums of them do not cancel."""
+    """Positive numbers, exact in every dtype: their sums do not cancel."""
     return (torch.rand(*shape) / 2 + 0.5).to(torch.bfloat16).double()
 
 
 @dataclass
 class Case:
-    """A call in which something is summed over 5,000 items, forward or backward."""
+    """A call with a sum over 5,000 items, forward or backward."""
 
     kernels: tuple[str, ...]
     over: Neighbourhood | None = None
@@ -61,7 +61,7 @@ class Case:
     score: Callable[[], Score] = Dot
     position: Callable[[], Position] | None = None
     options: dict[str, Tensor] = field(default_factory=dict)
-    # the kernel against which they are measured, in fp64
+    # the kernel that computes the expected results, in fp64
     oracle: str = "reference"
 
 
@@ -74,12 +74,12 @@ def _hub_graph(**more: Tensor) -> Graph:
 
 def _on_edges(kernels: tuple[str, ...], *, graph: Graph | None = None, **more: object) -> Case:
     nodes = (HEADS, HUB + 1)
-    return Case(kernels, graph or _hub_graph(), nodes, nodes, oracle="edges", **more)
+    return Case(kernels, graph or _hub_graph(), nodes, nodes, oracle="edges_torch", **more)
 
 
 def cases() -> dict[str, Case]:
     torch.manual_seed(1)
-    points, both = (HEADS, 71 * 71), ("native", "edges")
+    points, both = (HEADS, 71 * 71), ("edges_native", "edges_torch")
     plane, line = Grid(71, 71, window=141), Grid(HUB, window=2 * HUB - 1)
     around = (HEADS, 70 * 72 + 1)
     far = [[[100, 100], [100, 99]], [[-100, -100], [-99, -100]]]
@@ -88,7 +88,7 @@ def cases() -> dict[str, Case]:
     return {
         "keys": Case(("fused", "short", "tiled", "reference")),
         "keys-masked": Case(("tiled", "reference"), some_keys),
-        # (fused and tiled leave the sum over the heads of a group to torch's kernel, which makes it in halves)
+        # (fused and tiled leave the sum over the heads of a group to torch's kernel, which sums in bf16 or fp16)
         "keys-of-many-heads": Case(("short", "reference"), q=(HUB, 2), k=(1, 3)),
         "keys-bias": Case(("tiled", "reference"), some_keys, options={"bias": some(HEADS, 1, 3)}),
         "keys-bias-of-all": Case(("tiled", "reference"), some_keys, options={"bias": some(1, 1, 3)}),
@@ -98,8 +98,8 @@ def cases() -> dict[str, Case]:
         "keys-gatv2": Case(("reference",), score=lambda: GATv2(HEADS, DIM)),
         "edges": _on_edges(both),
         "edges-grouped": replace(_on_edges(both), k=(1, HUB + 1)),
-        "edges-bias": _on_edges(("edges",), options={"bias": some(1, 3 * HUB)}),
-        "edges-table": _on_edges(("edges",), position=lambda: RelativeBias(HEADS)),
+        "edges-bias": _on_edges(("edges_torch",), options={"bias": some(1, 3 * HUB)}),
+        "edges-table": _on_edges(("edges_torch",), position=lambda: RelativeBias(HEADS)),
         "edges-weights": _on_edges(both, graph=_hub_graph(weights=some(3 * HUB))),
         "edges-gat": _on_edges(both, score=lambda: GAT(HEADS, DIM, bias=True)),
         "edges-gatv2": _on_edges(both, score=lambda: GATv2(HEADS, DIM)),
@@ -126,7 +126,7 @@ def cases() -> dict[str, Case]:
             position=lambda: QuadraticOffset(torch.ones(HEADS, 1)),
             oracle="grid",
         ),
-        "pairs": Case(("pairs",), Grid(70, 72, window=3, prefix=1), around, around, oracle="pairs"),
+        "windows": Case(("windows",), Grid(70, 72, window=3, prefix=1), around, around, oracle="windows"),
         "offset": Case(("offsets",), replicated, points, points, oracle="offsets"),
         "offset-shared": Case(("offsets",), replicated, points, (1, 71 * 71), oracle="offsets"),
         "offsets": Case(("offsets",), Offsets(far, (71, 71), padding="replicate"), points, points, oracle="offsets"),
@@ -137,7 +137,7 @@ CASES = cases()
 
 
 class Built:
-    """A case with its tensors in one dtype, the same numbers in each."""
+    """A case with its tensors in one dtype; the values are the same in every dtype."""
 
     def __init__(self, case: Case, dtype: torch.dtype) -> None:
         torch.manual_seed(2)
@@ -159,7 +159,7 @@ class Built:
         with torch.no_grad():
             for module in modules:
                 for parameter in module.parameters():
-                    # of both signs, so that a LeakyReLU bends
+                    # of both signs, so that LeakyReLU uses both slopes
                     sign = torch.arange(parameter.numel()).reshape(parameter.shape) % 2 * 2 - 1
                     parameter.copy_(some(*parameter.shape) * sign / 8)
                 module.to(dtype)
@@ -190,7 +190,7 @@ def check(got: dict[str, Tensor], wanted: dict[str, Tensor], dtype: torch.dtype)
     off = {}
     for name, x in got.items():
         assert x.dtype == dtype
-        # the gradients of scores cancel in what all of them share, where their errors do not
+        # the common part of the score gradients cancels, but their errors do not
         least = 1.0 if name in ("out", "q", "k", "v") else HUB / 10
         size = wanted[name].abs().max().clamp(min=least)
         off[name] = float((x.double() - wanted[name]).abs().max() / size)
@@ -207,8 +207,8 @@ def test_a_hub_is_summed_in_fp32(name: str, kernel: str, dtype: torch.dtype):
     check(Built(CASES[name], dtype).results(kernel), wanted(name), dtype)
 
 
-def test_every_kernel_has_a_hub():
-    kernels = {k.name for known in (polyhead.kernels.ALONG_KEYS, polyhead.kernels.ON_GRIDS, polyhead.kernels.AT_OFFSETS, polyhead.kernels.ALONG_EDGES) for k in known}  # fmt: skip
+def test_every_kernel_has_a_case_with_a_hub():
+    kernels = {k.name for known in (polyhead.kernels.SEQUENCE_KERNELS, polyhead.kernels.GRID_KERNELS, polyhead.kernels.OFFSET_KERNELS, polyhead.kernels.GRAPH_KERNELS) for k in known}  # fmt: skip
     assert {kernel for case in CASES.values() for kernel in case.kernels} == kernels
 
 
@@ -234,7 +234,7 @@ def test_a_table_sums_over_all_points_of_a_border(dtype: torch.dtype):
 
 @HALVES
 def test_distances_are_not_rounded(dtype: torch.dtype):
-    """5,000 and 5,001 are one number in bf16."""
+    """5,000 and 5,001 are the same number in bf16."""
     table = ALiBi(8).to(dtype).by_distance(torch.arange(-HUB - 1, 1))
     assert torch.equal(table[0].diff(), torch.full((HUB + 1,), 0.5))
     table = QuadraticOffset([[0.0]]).to(dtype).by_offset(torch.arange(HUB + 1)[:, None])
@@ -254,25 +254,25 @@ def test_means_over_edges_are_taken_in_fp32(dtype: torch.dtype):
     features = torch.full((3 * HUB, 1), 3.0, dtype=dtype).requires_grad_()
     filled = _hub_graph(features=features).with_self_loops(fill="mean").features
     assert filled[-1].item() == 3.0
-    loops = of_loops("add", features, _hub_graph().edge_index, HUB + 1, HUB + 1)
+    loops = self_loop_features("add", features, _hub_graph().edge_index, HUB + 1, HUB + 1)
     assert loops[0].item() == torch.tensor(3.0 * HUB, dtype=dtype).item()
 
 
 def test_the_gradients_of_blocks_are_added_in_fp32(monkeypatch: pytest.MonkeyPatch):
-    """What is measured of many blocks of queries adds up in the gradient of a key."""
-    # one query a block
-    monkeypatch.setattr(blockwise, "BLOCK", 3)
+    """The gradient of a key adds up over many blocks of queries."""
+    # one query per block
+    monkeypatch.setattr(blockwise, "BLOCK_WEIGHTS", 3)
     q, k = (some(1, n, DIM).bfloat16().requires_grad_() for n in (HUB // 8, 3))
     given = []
     for dtype in (torch.bfloat16, torch.float64):
         call = Call(q.to(dtype), k.to(dtype), k.to(dtype), Dense(), Dot())
-        given += torch.autograd.grad(blockwise.mass_on(Part(call), torch.tensor([1.0, 0.0, 0.0])).sum(), k)
+        given += torch.autograd.grad(blockwise.mass_on(DensePart(call), torch.tensor([1.0, 0.0, 0.0])).sum(), k)
     torch.testing.assert_close(*given, rtol=2**-6, atol=0.1)
 
 
 @HALVES
 def test_padded_rows_are_summed_in_fp32(dtype: torch.dtype):
-    """All rows that are left out share one row, whose gradient is the sum of theirs."""
+    """All rows that are left out share one row, whose gradient is their sum."""
     live = Unpadding(torch.arange(HUB + 1) == 0)
     y = torch.ones(2, DIM, dtype=dtype, requires_grad=True)
     live.pad(y).sum().backward()

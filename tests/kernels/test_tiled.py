@@ -1,4 +1,4 @@
-"""The custom operator itself, as torch checks operators."""
+"""The operator itself, by torch's opcheck."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from polyhead import Causal, Window
 
 
 @pytest.mark.parametrize("plain", [True, False])
-def test_the_operator_keeps_torchs_rules(plain):
+def test_the_operator_passes_opcheck(plain):
     q, k, v = (torch.randn(2, heads, 37, 8, requires_grad=True) for heads in (4, 2, 2))
     first, stop = (Causal() & Window(9)).interval(37, 37, torch.device("cpu"))
     table = torch.randn(4, 73, requires_grad=True) if plain else None

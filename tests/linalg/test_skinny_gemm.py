@@ -1,4 +1,4 @@
-"""Maps of few rows: equal to torch's in every instruction set, and out of the way of whoever looks on."""
+"""Linear maps of few rows: equal to torch's in every instruction set, and not used if a hook or mode must see the call."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ pytestmark = pytest.mark.skipif(native is None, reason="the C++ kernels are not 
 
 @pytest.fixture
 def products(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """The shapes that went the quick way."""
+    """The shapes computed by the C++ kernel."""
     seen: list[tuple[int, ...]] = []
-    real = native.thin
+    real = native.skinny_gemm
 
-    class Watched:
+    class Recording:
         def __getattr__(self, name: str):
             return getattr(native, name)
 
-        def thin(self, *arguments: int) -> None:
+        def skinny_gemm(self, *arguments: int) -> None:
             seen.append(arguments[:3])
             real(*arguments)
 
-    monkeypatch.setattr(skinny_gemm, "native", Watched())
+    monkeypatch.setattr(skinny_gemm, "native", Recording())
     return seen
 
 
@@ -40,14 +40,14 @@ def test_every_instruction_set_equals_torch(vectors: int, rows: int, columns: in
     torch.manual_seed(rows)
     x, weight = torch.randn(vectors, columns), torch.randn(rows, columns)
     b = torch.randn(rows) if bias else None
-    wanted = F.linear(x.double(), weight.double(), None if b is None else b.double()).float()
+    expected = F.linear(x.double(), weight.double(), None if b is None else b.double()).float()
     in_use, before = native.instruction_set(), torch.get_num_threads()
     try:
         for name in native.instruction_sets():
             native.use(name)
             for threads in (1, 3):
                 torch.set_num_threads(threads)
-                torch.testing.assert_close(skinny_gemm.linear(x, weight, b), wanted, atol=1e-4, rtol=1e-5)
+                torch.testing.assert_close(skinny_gemm.linear(x, weight, b), expected, atol=1e-4, rtol=1e-5)
     finally:
         native.use(in_use)
         torch.set_num_threads(before)
@@ -65,7 +65,7 @@ def test_shapes_and_strides(products: list) -> None:
 
 
 @torch.no_grad()
-def test_a_bias_of_another_shape_is_torchs_matter(products: list) -> None:
+def test_a_bias_of_another_shape_is_left_to_torch(products: list) -> None:
     module, x = nn.Linear(8, 64), torch.randn(1, 8)
     module.bias = nn.Parameter(torch.full((1,), 3.0))
     torch.testing.assert_close(skinny_gemm.apply_linear(module, x), module(x))
@@ -77,19 +77,19 @@ def test_a_bias_of_another_shape_is_torchs_matter(products: list) -> None:
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
 @torch.no_grad()
-def test_a_traced_map_computes() -> None:
+def test_a_traced_linear_map() -> None:
     module = nn.Linear(12, 5).requires_grad_(False)
     traced = torch.jit.trace(lambda x: skinny_gemm.apply_linear(module, x), torch.randn(1, 12))
     x = torch.randn(1, 12)
     torch.testing.assert_close(traced(x), module(x))
 
 
-def test_where_torch_serves(products: list) -> None:
+def test_calls_that_are_left_to_torch(products: list) -> None:
     module, x = nn.Linear(12, 5), torch.randn(1, 12)
     skinny_gemm.apply_linear(module, x).sum().backward()
     assert module.weight.grad is not None
     with torch.no_grad():
-        skinny_gemm.apply_linear(module, torch.randn(skinny_gemm.ROWS + 1, 12))
+        skinny_gemm.apply_linear(module, torch.randn(skinny_gemm.MAX_SKINNY_ROWS + 1, 12))
         skinny_gemm.apply_linear(module, torch.randn(0, 12))
         skinny_gemm.apply_linear(module.double(), x.double())
         module.float()
@@ -101,7 +101,7 @@ def test_where_torch_serves(products: list) -> None:
 
 
 @torch.no_grad()
-def test_whoever_looks_on_sees_the_call(products: list) -> None:
+def test_hooks_and_modes_see_the_call(products: list) -> None:
     module, x, seen = nn.Linear(12, 5), torch.randn(1, 12), []
     handle = module.register_forward_hook(lambda *_: seen.append("hook"))
     skinny_gemm.apply_linear(module, x)
@@ -123,14 +123,14 @@ class Doubled(nn.Linear):
 
 
 @torch.no_grad()
-def test_other_kinds_of_maps_are_called(products: list) -> None:
+def test_other_modules_are_called(products: list) -> None:
     module, x = Doubled(12, 5), torch.randn(1, 12)
     torch.testing.assert_close(skinny_gemm.apply_linear(module, x), 2 * F.linear(x, module.weight, module.bias))
     assert products == []
 
 
 @torch.no_grad()
-def test_transforms_and_compilers_see_torchs_map() -> None:
+def test_transforms_and_compilers_use_torchs_linear() -> None:
     module, x = nn.Linear(12, 5), torch.randn(3, 1, 12)
     torch.testing.assert_close(torch.vmap(lambda row: skinny_gemm.apply_linear(module, row))(x), module(x))
     compiled = torch.compile(lambda given: skinny_gemm.apply_linear(module, given), fullgraph=True, backend="eager")

@@ -1,8 +1,8 @@
-"""Steps on the Stiefel manifold in C++: those of `move`, in every layout and instruction set, and where it gives way."""
+"""Steps on the Stiefel manifold in C++: equal to `move` in every layout and instruction set; and the steps that it refuses."""
 
 from __future__ import annotations
 
-import copy
+import functools
 import itertools
 
 import pytest
@@ -13,12 +13,12 @@ from torch.utils.flop_counter import FlopCounterMode
 from polyhead import Stiefel, optim
 from polyhead._torch import native
 from polyhead.linalg import stiefel
-from polyhead.linalg.foreach import count, finite
+from polyhead.linalg.foreach import all_finite, increment_counters
 
 pytestmark = pytest.mark.skipif(native is None, reason="the C++ kernels are not built")
 
 SIZES = [(1, 1), (5, 5), (7, 3), (49, 7), (64, 16), (65, 17), (131, 33), (768, 64)]
-# from matrices (n, k): the number of heads, and a parameter that has them
+# from matrices (n, k): the number of heads, and a parameter that contains them
 LAYOUTS = {
     "columns": (None, lambda draw: draw()),
     "rows": (None, lambda draw: draw().mT.contiguous().mT),
@@ -52,9 +52,11 @@ def instruction_set(request):
 
 @pytest.fixture
 def calls(monkeypatch):
-    """What the kernel has left to torch, one list for each time that it was called."""
-    seen, step = [], stiefel.step
-    monkeypatch.setattr(stiefel, "step", lambda *args, **options: seen.append(step(*args, **options)) or seen[-1])
+    """The matrices that the kernel skipped, one list per call."""
+    seen, step = [], stiefel.step_in_place
+    monkeypatch.setattr(
+        stiefel, "step_in_place", lambda *args, **options: seen.append(step(*args, **options)) or seen[-1]
+    )
     return seen
 
 
@@ -65,7 +67,7 @@ def points(layout, n, k, dtype, number=3):
 
 
 def off(on, params):
-    """How far the columns are from orthonormal."""
+    """The distance of the columns from orthonormality."""
     gram = lambda x: x.mT @ x - torch.eye(x.shape[-1], dtype=x.dtype)
     return max(gram(on.matrices(p.detach().double())).abs().max().item() for p in params)
 
@@ -74,13 +76,13 @@ def copied(params):
     """The same points in the same layout."""
     copies = []
     for p in params:
-        room = torch.empty(p.untyped_storage().nbytes() // p.element_size(), dtype=p.dtype)
-        copies.append(nn.Parameter(room.as_strided(p.shape, p.stride()).copy_(p.detach())))
+        storage = torch.empty(p.untyped_storage().nbytes() // p.element_size(), dtype=p.dtype)
+        copies.append(nn.Parameter(storage.as_strided(p.shape, p.stride()).copy_(p.detach())))
         assert copies[-1].stride() == p.stride()
     return copies
 
 
-def both(make, on, params, gradients, monkeypatch):
+def both(make, on, params, gradients, monkeypatch, after_step=lambda optimizer: None):
     """Parameters and states after some steps: by the kernel, and by `move`."""
     ends = []
     for kernel in (True, False):
@@ -88,22 +90,23 @@ def both(make, on, params, gradients, monkeypatch):
         optimizer = make([{"params": own, "manifold": on}])
         with monkeypatch.context() as patch:
             if not kernel:
-                patch.setattr(stiefel, "refuses", lambda *_: "this is the other way")
+                patch.setattr(stiefel, "refuses_step", lambda *_: "this is the other way")
             for given in gradients:
                 for p, g in zip(own, given, strict=True):
                     p.grad = g
                 optimizer.step()
+                after_step(optimizer)
         ends.append((own, [optimizer.state[p] for p in own]))
     return ends
 
 
 def assert_same(ends, within):
     (ours, states), (theirs, others) = ends
-    for own, other, state, wanted in zip(ours, theirs, states, others, strict=True):
-        assert state.keys() == wanted.keys()
+    for own, other, state, expected in zip(ours, theirs, states, others, strict=True):
+        assert state.keys() == expected.keys()
         torch.testing.assert_close(own, other, atol=within, rtol=within)
-        for name in wanted:
-            torch.testing.assert_close(state[name], wanted[name], atol=within, rtol=within)
+        for name in expected:
+            torch.testing.assert_close(state[name], expected[name], atol=within, rtol=within)
 
 
 def drawn(params, steps=3):
@@ -113,7 +116,7 @@ def drawn(params, steps=3):
 @every
 @dtypes
 @pytest.mark.parametrize(("n", "k"), SIZES)
-def test_it_moves_as_torch_does(instruction_set, n, k, dtype, make, calls, monkeypatch):
+def test_steps_equal_torchs(instruction_set, n, k, dtype, make, calls, monkeypatch):
     for metric, layout in zip(METRICS, ("columns", "heads"), strict=True):
         heads, params = points(layout, n, k, dtype)
         on = Stiefel(metric, heads=heads)
@@ -123,7 +126,7 @@ def test_it_moves_as_torch_does(instruction_set, n, k, dtype, make, calls, monke
 
 @every
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_in_every_layout(layout, make, calls, monkeypatch):
+def test_steps_equal_torchs_in_every_layout(layout, make, calls, monkeypatch):
     for metric, (n, k) in itertools.product(METRICS, [(7, 3), (37, 19)]):
         heads, params = points(layout, n, k, torch.float64)
         on = Stiefel(metric, heads=heads)
@@ -132,7 +135,7 @@ def test_in_every_layout(layout, make, calls, monkeypatch):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_mean_square_is_that_of_one_matrix_in_every_layout(layout):
+def test_a_mean_square_is_per_matrix_in_every_layout(layout):
     heads, (p,) = points(layout, 7, 3, torch.float64, 1)
     on = Stiefel(heads=heads)
     optimizer = optim.Adam([{"params": [p], "manifold": on}], betas=(0.9, 0.0), second_moment="scalar")
@@ -140,20 +143,20 @@ def test_a_mean_square_is_that_of_one_matrix_in_every_layout(layout):
     gradient = on.matrices(on.gradient(p.detach(), p.grad))
     optimizer.step()
     second = optimizer.state[p]["exp_avg_sq"]
-    wanted = gradient.square().mean((-2, -1))
-    torch.testing.assert_close(second.flatten(), wanted.repeat_interleave(second.numel() // len(wanted)))
+    expected = gradient.square().mean((-2, -1))
+    torch.testing.assert_close(second.flatten(), expected.repeat_interleave(second.numel() // len(expected)))
 
 
 @every
-def test_zero_gradients_leave_it_where_it_is(make, calls):
+def test_zero_gradients_change_nothing(make, calls):
     _, params = points("columns", 49, 7, torch.float64)
     optimizer = make([{"params": params, "manifold": Stiefel()}])
     before = [p.detach().clone() for p in params]
     for p in params:
         p.grad = torch.zeros_like(p)
     optimizer.step()
-    for p, wanted in zip(params, before, strict=True):
-        torch.testing.assert_close(p.detach(), wanted, atol=1e-15, rtol=0)
+    for p, expected in zip(params, before, strict=True):
+        torch.testing.assert_close(p.detach(), expected, atol=1e-15, rtol=0)
     assert calls == [[]]
 
 
@@ -165,7 +168,7 @@ def test_a_step_that_is_too_long_is_left_to_torch(layout, make, calls, monkeypat
     on = Stiefel(heads=heads)
     gradients = drawn(params)
     for given in gradients:
-        # the last numbers are those of the last matrix
+        # the last elements belong to the last matrix
         given[1][..., -1, :] = 1e5 * torch.randn(given[1].shape[-1])
     ends = both(lambda groups: make([{**groups[0], "lr": 60.0}]), on, params, gradients, monkeypatch)
     assert_same(ends, 1e-7)
@@ -186,7 +189,7 @@ def test_steps_of_middle_length_are_polished(make, dtype, calls, monkeypatch):
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf")])
 @pytest.mark.parametrize("where", ["momentum_buffer", "exp_avg", "exp_avg_sq"])
-def test_what_is_no_number_is_not_written(where, number, calls):
+def test_nan_and_inf_are_not_written(where, number, calls):
     _, params = points("columns", 13, 3, torch.float32)
     make = OPTIMIZERS["nesterov" if where == "momentum_buffer" else "adam"]
     optimizer = make([{"params": params, "manifold": Stiefel()}])
@@ -196,10 +199,13 @@ def test_what_is_no_number_is_not_written(where, number, calls):
     optimizer.state[params[1]][where][2, 1] = number
     before = params[1].detach().clone()
     if (where, number) == ("exp_avg_sq", float("inf")):
-        # divided by, it is a step of no length
+        # dividing by it gives a step of length zero
         optimizer.step()
     else:
-        with pytest.raises(ValueError, match=r"of shape \(13, 3\), ends in numbers that are not finite; they stay"):
+        with pytest.raises(
+            ValueError,
+            match=r"must end in finite numbers, got NaN or inf for parameters of shape \(13, 3\), which are unchanged",
+        ):
             optimizer.step()
         assert calls[-1] == [(1, 0)]
         assert torch.equal(params[1], before)
@@ -207,7 +213,7 @@ def test_what_is_no_number_is_not_written(where, number, calls):
 
 
 def test_columns_without_a_gradient_and_without_an_eps(calls):
-    """0 / 0 in the numbers of the matrix is torch's to refuse; in those around it, nobody's."""
+    """torch must refuse 0 / 0 inside the matrix; in the padding around it, it must not matter."""
     _, params = points("columns", 13, 3, torch.float32)
     optimizer = optim.Adam([{"params": params, "manifold": Stiefel()}], eps=0.0, betas=(0.9, 0.0))
     for p in params:
@@ -230,7 +236,7 @@ def test_it_stays_on_the_manifold(instruction_set, calls):
     assert len(calls) == 20_000 and not any(calls)
 
 
-def test_versions_are_counted_as_for_any_write():
+def test_version_counters_advance():
     _, params = points("columns", 7, 3, torch.float64)
     optimizer = OPTIMIZERS["adam"]([{"params": params, "manifold": Stiefel()}])
     loss = sum(p.square().sum() * p.sum() for p in params)
@@ -242,51 +248,51 @@ def test_versions_are_counted_as_for_any_write():
         loss.backward()
 
 
-def refusal(on=Stiefel(), dtype=torch.float64, rule=stiefel.Rule(-0.1), change=lambda columns: columns):  # noqa: B008
+def refusal(on=Stiefel(), dtype=torch.float64, rule=stiefel.StepRule(-0.1), change=lambda columns: columns):  # noqa: B008
     _, params = points("columns", 7, 3, dtype)
     columns = change([params, [torch.randn_like(p) for p in params]])
-    return stiefel.refuses(on, rule, columns)
+    return stiefel.refuses_step(on, rule, columns)
 
 
 class Other(torch.Tensor):
     pass
 
 
-def test_what_it_refuses():
+def test_refusals():
     assert refusal() is None
     assert "nearest point" in refusal(Stiefel(retraction="cayley"))
     assert "fp32 and fp64" in refusal(dtype=torch.bfloat16)
-    assert "not alike" in refusal(change=lambda c: [c[0], [c[1][0].mT.contiguous().mT, *c[1][1:]]])
+    assert "differ in their strides" in refusal(change=lambda c: [c[0], [c[1][0].mT.contiguous().mT, *c[1][1:]]])
     assert "plain" in refusal(change=lambda c: [c[0], [x.as_subclass(Other) for x in c[1]]])
     assert "shape or dtype" in refusal(change=lambda c: [c[0], [x.float() for x in c[1]]])
     assert "share" in refusal(change=lambda c: [[torch.zeros(1, 1, dtype=torch.float64).expand(7, 3)], c[1]])
-    assert "kept" in refusal(change=lambda c: [*c, c[0], c[0]])
+    assert "state" in refusal(change=lambda c: [*c, c[0], c[0]])
     assert "columns" in refusal(change=lambda c: [[torch.zeros(300, 130).double()]] * 2)
     assert refusal(change=lambda c: [c[0], [torch.zeros(1, 1, dtype=torch.float64).expand(7, 3)]]) is None
     with FlopCounterMode(display=False):
-        assert "watches" in refusal()
+        assert "intercepts" in refusal()
 
 
 def test_without_the_kernels(monkeypatch):
     monkeypatch.setattr(stiefel, "native", None)
     assert "no C++ kernels" in refusal()
     monkeypatch.setattr("polyhead.linalg.foreach.native", None)
-    assert finite([torch.ones(3)]) and not finite([torch.tensor([1.0, float("nan")])])
-    count([number := torch.tensor(2.0)])
+    assert all_finite([torch.ones(3)]) and not all_finite([torch.tensor([1.0, float("nan")])])
+    increment_counters([number := torch.tensor(2.0)])
     assert number == 3
 
 
-def test_numbers_are_counted():
+def test_count_adds_one_in_place():
     for dtype in (torch.float32, torch.float64, torch.int64):
         numbers = [torch.tensor(3, dtype=dtype), torch.zeros((), dtype=dtype)]
         before = [x._version for x in numbers]
-        count(numbers)
+        increment_counters(numbers)
         assert [x.item() for x in numbers] == [4, 1]
         assert all(x._version > version for x, version in zip(numbers, before, strict=True))
 
 
-def test_gradients_that_are_views_of_one_number(calls):
-    """What `loss = p.sum()` leaves."""
+def test_expanded_gradients(calls):
+    """As left by `loss = p.sum()`."""
     _, params = points("columns", 13, 3, torch.float64)
     twins = copied(params)
     for some, spread in ((params, True), (twins, False)):
@@ -300,36 +306,25 @@ def test_gradients_that_are_views_of_one_number(calls):
     assert calls == [[], []]
 
 
-def test_momentum_that_comes_later(monkeypatch):
-    """What is kept changes with the options of the group: as in `move`."""
+def test_momentum_added_later(monkeypatch):
+    """The state changes with the options of the group, as in `move`."""
     for before, after in ((0.0, 0.9), (0.9, 0.0)):
-        ends = []
         _, params = points("columns", 13, 3, torch.float64)
-        gradients = drawn(params)
-        for kernel in (True, False):
-            own = copied(params)
-            optimizer = optim.SGD([{"params": own, "manifold": Stiefel()}], lr=0.1, momentum=before)
-            with monkeypatch.context() as patch:
-                if not kernel:
-                    patch.setattr(stiefel, "refuses", lambda *_: "this is the other way")
-                for given in gradients:
-                    for p, g in zip(own, given, strict=True):
-                        p.grad = g
-                    optimizer.step()
-                    optimizer.param_groups[0]["momentum"] = after
-            ends.append((own, [copy.copy(optimizer.state[p]) for p in own]))
+        make = functools.partial(optim.SGD, lr=0.1, momentum=before)
+        change = lambda optimizer, momentum=after: optimizer.param_groups[0].update(momentum=momentum)
+        ends = both(make, Stiefel(), params, drawn(params), monkeypatch, after_step=change)
         assert_same(ends, 1e-12)
 
 
 @dtypes
-def test_every_number_is_looked_at(instruction_set, dtype):
+def test_finite_checks_every_element(instruction_set, dtype):
     for size in (1, 3, 16, 67, 70_001):
         x = [torch.randn(5, dtype=dtype), torch.randn(size, dtype=dtype), torch.zeros(0, dtype=dtype)]
-        assert finite(x)
+        assert all_finite(x)
         x[1][size // 2] = torch.finfo(dtype).max
-        assert finite(x)
+        assert all_finite(x)
         for place, number in itertools.product({0, size // 2, size - 1}, [float("nan"), float("inf"), -float("inf")]):
             y = x[1].clone()
             y[place] = number
-            assert not finite([x[0], y])
-            assert not finite([y[::1][None].mT.expand(size, 2), x[0]])
+            assert not all_finite([x[0], y])
+            assert not all_finite([y[::1][None].mT.expand(size, 2), x[0]])

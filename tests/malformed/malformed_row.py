@@ -1,4 +1,4 @@
-"""A row of the table of malformed inputs, and short ways to write rows that are alike."""
+"""A row of the table of malformed inputs, and functions that make similar rows."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NAN, INF = float("nan"), float("inf")
 
 
 class Row(NamedTuple):
-    """A call that must fail: of which public entry, with what, and in which words; these name the argument."""
+    """A call that must fail: its public entry, the case, and a pattern of the message, which names the argument."""
 
     entry: str
     case: str
@@ -30,7 +30,7 @@ class Row(NamedTuple):
 def integers(
     entry: str, argument: str, call: Callable[[Any], object], low: int = 1, high: int = LARGEST, name: str | None = None
 ) -> list[Row]:
-    """An integer argument: one too few, one too many, and what is no integer. `name` is what the error calls it."""
+    """Rows of an integer argument: out of range on both sides, and not an integer. `name` is its name in the error."""
     rule = re.escape(f"{name or argument} must be an integer in [{low}, {high}], got ")
     bad: dict[Any, Any] = {low - 1: ValueError, high + 1: ValueError, 2.5: TypeError, "3": TypeError}
     rows = [
@@ -42,14 +42,14 @@ def integers(
 def numbers(
     entry: str, argument: str, call: Callable[[Any], object], interval: str, *bad: Any, name: str | None = None
 ) -> list[Row]:
-    """An argument that is a number in an interval: values that are not."""
+    """Rows of an argument that must be a number in an interval."""
     rule = re.escape(f"{name or argument} must be a number in {interval}, got ")
     kind = lambda x: ValueError if isinstance(x, (int, float)) and not isinstance(x, bool) else TypeError
     return [Row(entry, f"{argument}={x!r}", lambda x=x: call(x), f"^{rule}", kind(x)) for x in bad]
 
 
 def tensors(entry: str, argument: str, call: Callable[[Any], object], *, sparse: bool = True) -> list[Row]:
-    """An argument that is a tensor: what is none, and a sparse one."""
+    """Rows of a tensor argument: other types, and a sparse tensor."""
     bad = {"None": None, "a list": [[1.0, 2.0]], "an array": np.ones((2, 3)), "a string": "abc"}
     rows = [
         Row(

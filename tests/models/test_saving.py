@@ -1,4 +1,4 @@
-"""What `to_pretrained` writes: the model itself, for transformers too; whole or not at all; what has no place is refused."""
+"""`to_pretrained` writes checkpoints that `from_pretrained` and transformers read, atomically; other models are refused."""
 
 from __future__ import annotations
 
@@ -8,15 +8,14 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-# before transformers is imported: nothing here may ask the network
+# before transformers is imported: tests must not use the network
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 import pytest
 import torch
 
 from polyhead import Padding
-from polyhead.models import Bert, Gpt, Llama, bert, gpt, llama
-from polyhead.models import checkpoint_files as files
+from polyhead.models import Bert, Gpt, Llama, bert, checkpoint_files, gpt, llama
 from polyhead.position import RopeScaling
 
 saving = pytest.importorskip("safetensors.torch", reason="pip install 'polyhead[inspect]'")
@@ -26,7 +25,7 @@ GPT = gpt.Config(d_model=15, heads=3, layers=2, vocab=101, positions=37)
 LLAMA = llama.Config(d_model=18, heads=6, layers=2, d_feedforward=29, vocab=101, positions=37, kv_heads=2)
 MODELS: dict[str, tuple[Any, Any]] = {
     "bert": (Bert, BERT),
-    "bert, masked words": (Bert, BERT._replace(masked_lm=True, pooler=False, activation="gelu_tanh")),
+    "bert, masked-LM": (Bert, BERT._replace(masked_lm=True, pooler=False, activation="gelu_tanh")),
     "bert, both": (Bert, BERT._replace(masked_lm=True, eps=1e-3)),
     "bert, neither": (Bert, BERT._replace(pooler=False)),
     "gpt": (Gpt, GPT),
@@ -61,7 +60,7 @@ def same(a: Any, b: Any) -> bool:
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_what_is_written_is_read(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_saved_models_are_read(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     model = built(name).to(dtype)
     model.to_pretrained(tmp_path / "new" / "folder")
     read = type(model).from_pretrained(tmp_path / "new" / "folder", dtype=None)
@@ -75,14 +74,14 @@ def test_what_is_written_is_read(name: str, dtype: torch.dtype, tmp_path: Path) 
 
 @pytest.mark.parametrize("name", MODELS)
 @torch.no_grad()
-def test_transformers_reads_what_is_written(name: str, tmp_path: Path) -> None:
+def test_transformers_reads_saved_models(name: str, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers", reason="pip install transformers")
     model = built(name)
     model.to_pretrained(tmp_path)
     fields = json.loads((tmp_path / "config.json").read_text())
     (architecture,) = fields["architectures"]
     peer, info = getattr(transformers, architecture).from_pretrained(tmp_path, output_loading_info=True)
-    # transformers' BertModel has a pooler, and its head for masked words has none
+    # transformers' BertModel has a pooler, and its BertForMaskedLM has none
     missing = {"pooler.dense.weight", "pooler.dense.bias"} if name == "bert, neither" else set()
     extra = {"bert.pooler.dense.weight", "bert.pooler.dense.bias"} if name == "bert, both" else set()
     assert set(info["missing_keys"]) == missing
@@ -113,8 +112,8 @@ def test_tied_tensors_are_stored_once(name: str, tmp_path: Path) -> None:
     assert ("lm_head.weight" in names) == (model.config._asdict().get("head") == "own")
 
 
-def test_old_gpt_checkpoints(tmp_path: Path) -> None:
-    """Without `transformer.`, with masks that were stored, with the head a second time."""
+def test_old_gpt_checkpoints_are_read(tmp_path: Path) -> None:
+    """Without the prefix `transformer.`, with stored masks and a stored copy of the tied head."""
     model = built("gpt")
     model.to_pretrained(tmp_path)
     path = tmp_path / "model.safetensors"
@@ -131,25 +130,25 @@ def test_old_gpt_checkpoints(tmp_path: Path) -> None:
     assert same(Gpt.from_pretrained(tmp_path), model)
     tensors["wte.weight"] = tensors["lm_head.weight"] + 1
     saving.save_file(tensors, path)
-    with pytest.raises(ValueError, match=r"lm_head.weight is not wte.weight; they must be equal"):
+    with pytest.raises(ValueError, match=r"lm_head.weight must be equal to wte.weight, got other values"):
         Gpt.from_pretrained(tmp_path)
     tensors["wte.weight"] = tensors.pop("lm_head.weight")
     tensors["h.1.attn.c_attn.weight"] = torch.zeros(15, 46)
     del tensors["h.0.mlp.c_fc.weight"]
     saving.save_file(tensors, path)
-    with pytest.raises(ValueError, match=r"its tensors are not those") as raised:
+    with pytest.raises(ValueError, match=r"the tensors must be those of config.json") as raised:
         Gpt.from_pretrained(tmp_path)
     assert str(raised.value).splitlines()[1:] == [
-        "  missing: h.0.mlp.c_fc.weight, it must be (60, 15)",
+        "  missing: h.0.mlp.c_fc.weight (60, 15)",
         *(
-            f"  misshapen: h.1.attn.c_attn.weight, part {n} of 3, transposed, is (46, 15), it must be (15, 15)"
+            f"  misshapen: h.1.attn.c_attn.weight, part {n} of 3, transposed must be (15, 15), got (46, 15)"
             for n in (1, 2, 3)
         ),
     ]
 
 
-def test_old_llama_checkpoints(tmp_path: Path) -> None:
-    """`rope_theta` and `rope_scaling` beside the rest, frequencies that were stored."""
+def test_old_llama_checkpoints_are_read(tmp_path: Path) -> None:
+    """With `rope_theta` and `rope_scaling` at the top level, and stored frequencies."""
     model = built("llama, tied")
     model.to_pretrained(tmp_path)
     fields = json.loads((tmp_path / "config.json").read_text())
@@ -174,64 +173,64 @@ def test_old_llama_checkpoints(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "changed", "message"),
     [
-        ("gpt", {"add_cross_attention": True}, "add_cross_attention is True; it must be False"),
-        ("gpt", {"scale_attn_weights": False}, "scale_attn_weights is False; it must be True"),
-        ("gpt", {"tie_word_embeddings": False}, "tie_word_embeddings is False; it must be True"),
-        ("gpt", {"n_inner": -3}, "n_inner is -3; it must be a whole number, 1 or more"),
+        ("gpt", {"add_cross_attention": True}, "add_cross_attention must be False, got True"),
+        ("gpt", {"scale_attn_weights": False}, "scale_attn_weights must be True, got False"),
+        ("gpt", {"tie_word_embeddings": False}, "tie_word_embeddings must be True, got False"),
+        ("gpt", {"n_inner": -3}, "n_inner must be an integer, 1 or more, got -3"),
         ("gpt", {"n_embd": 3 * 2**29}, "out of memory|overflow|too large|numel|bytes|[Ss]torage"),
-        ("gpt", {"n_layer": 10**40}, "n_layer is 1000.*; it must be a whole number, 1 or more"),
-        ("gpt", {"layer_norm_epsilon": float("nan")}, "layer_norm_epsilon is nan; it must be a number"),
-        ("gpt", {"n_head": 4}, "heads: 4 does not divide d_model 15"),
-        ("gpt", {"n_embd": 1.5}, "n_embd is 1.5; it must be a whole number"),
-        ("gpt", {"n_embd": None}, "it has no 'n_embd'|n_embd is None; it must be a whole number"),
-        ("gpt", {"scale_attn_by_inverse_layer_idx": "yes"}, "scale_attn_by_inverse_layer_idx is 'yes'; it must be true or false"),
-        ("gpt", {"activation_function": "tanh"}, "activation_function is 'tanh'; it must be one of gelu, gelu_new, "),
-        ("gpt", {"eos_token_id": "</s>"}, "eos_token_id is '</s>'; it must be the number of a token, or null"),
-        ("llama", {"eos_token_id": [2, -1]}, r"eos_token_id is \[2, -1\]; it must be the number of a token, or null"),
-        ("llama", {"tie_word_embeddings": "false"}, "tie_word_embeddings is 'false'; it must be true or false"),
-        ("llama", {"tie_word_embeddings": 0}, "tie_word_embeddings is 0; it must be true or false"),
-        ("llama", {"rope_parameters": []}, r"rope_parameters is \[\]; it must be one object for all layers"),
-        ("llama", {"rope_scaling": False}, "rope_scaling is False; it must be one object for all layers"),
-        ("gpt", {"model_type": "t5"}, "model_type is 't5'; what can be read here is 'gpt2'"),
-        ("llama", {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "rope_type is 'yarn', .* 'default', 'linear' and 'llama3'"),
-        ("llama", {"rope_parameters": {"rope_type": "linear"}}, "factor is None; it must be a number, more than 0"),
-        ("llama", {"rope_parameters": {"rope_type": "linear", "factor": "2"}}, "factor is '2'; it must be a number"),
-        ("llama", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5"),
-        ("llama", {"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "it must be one object for all layers"),
-        ("llama", {"rope_parameters": [3]}, "it must be one object for all layers"),
-        ("llama", {"rope_parameters": {"rope_type": "llama3", "factor": 8, "low_freq_factor": 4, "high_freq_factor": 1}}, "low_freq_factor is 4.0, high_freq_factor 1.0; it must be less"),
-        ("llama", {"rope_parameters": {"rope_theta": float("inf")}}, "rope_theta is inf; it must be a number, more than 0"),
-        ("llama", {"rope_parameters": {"rope_theta": 0}}, "rope_theta is 0; it must be a number, more than 0"),
-        ("llama", {"num_key_value_heads": 4}, "kv_heads: 4 does not divide num_heads 6"),
-        ("llama", {"attention_bias": 1}, "attention_bias is 1; it must be true or false"),
-        ("llama", {"head_dim": 5}, "head_dim is 5; it must be even"),
-        ("mistral", {"sliding_window": 0}, "sliding_window is 0; it must be a whole number, 1 or more"),
-        ("mistral", {"model_type": "mixtral"}, "model_type is 'mixtral'; what can be read here is 'llama', 'mistral'"),
+        ("gpt", {"n_layer": 10**40}, "n_layer must be an integer, 1 or more, got 1000"),
+        ("gpt", {"layer_norm_epsilon": float("nan")}, "layer_norm_epsilon must be a number in .*, got nan"),
+        ("gpt", {"n_head": 4}, "heads must divide d_model 15, got 4"),
+        ("gpt", {"n_embd": 1.5}, "n_embd must be an integer, 1 or more, got 1.5"),
+        ("gpt", {"n_embd": None}, "must have 'n_embd'|n_embd must be an integer, 1 or more, got None"),
+        ("gpt", {"scale_attn_by_inverse_layer_idx": "yes"}, "scale_attn_by_inverse_layer_idx must be true or false, got 'yes'"),
+        ("gpt", {"activation_function": "tanh"}, "activation_function must be one of gelu, gelu_new, .*, got 'tanh'"),
+        ("gpt", {"eos_token_id": "</s>"}, "eos_token_id must be the id of a token, or null, got '</s>'"),
+        ("llama", {"eos_token_id": [2, -1]}, r"eos_token_id must be the id of a token, or null, got \[2, -1\]"),
+        ("llama", {"tie_word_embeddings": "false"}, "tie_word_embeddings must be true or false, got 'false'"),
+        ("llama", {"tie_word_embeddings": 0}, "tie_word_embeddings must be true or false, got 0"),
+        ("llama", {"rope_parameters": []}, r"rope_parameters must be one object for all layers, got \[\]"),
+        ("llama", {"rope_scaling": False}, "rope_scaling must be one object for all layers, got False"),
+        ("gpt", {"model_type": "t5"}, "model_type must be one of 'gpt2', got 't5'"),
+        ("llama", {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "rope_type must be 'default', 'linear' or 'llama3', got 'yarn'"),
+        ("llama", {"rope_parameters": {"rope_type": "linear"}}, r"factor must be a number in \(0, inf\), got None"),
+        ("llama", {"rope_parameters": {"rope_type": "linear", "factor": "2"}}, r"factor must be a number in \(0, inf\), got '2'"),
+        ("llama", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor must be 1, got 0.5"),
+        ("llama", {"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "rope_parameters must be one object for all layers, got "),
+        ("llama", {"rope_parameters": [3]}, "rope_parameters must be one object for all layers, got "),
+        ("llama", {"rope_parameters": {"rope_type": "llama3", "factor": 8, "low_freq_factor": 4, "high_freq_factor": 1}}, "low_freq_factor must be less than high_freq_factor, 1.0, got 4.0"),
+        ("llama", {"rope_parameters": {"rope_theta": float("inf")}}, r"rope_theta must be a number in \(0, inf\), got inf"),
+        ("llama", {"rope_parameters": {"rope_theta": 0}}, r"rope_theta must be a number in \(0, inf\), got 0"),
+        ("llama", {"num_key_value_heads": 4}, "kv_heads must divide num_heads = 6, got 4"),
+        ("llama", {"attention_bias": 1}, "attention_bias must be true or false, got 1"),
+        ("llama", {"head_dim": 5}, "head_dim must be even, got 5"),
+        ("mistral", {"sliding_window": 0}, "sliding_window must be an integer, 1 or more, got 0"),
+        ("mistral", {"model_type": "mixtral"}, "model_type must be one of 'llama', 'mistral', got 'mixtral'"),
     ],
 )  # fmt: skip
-def test_bad_configurations(name: str, changed: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_invalid_config_files_are_refused(name: str, changed: dict[str, Any], message: str, tmp_path: Path) -> None:
     model = built(name)
     model.to_pretrained(tmp_path)
     path = tmp_path / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **changed}))
-    with pytest.raises(ValueError, match=rf"config\.json: .*({message})"):
+    with pytest.raises(ValueError, match=rf"config\.json.*({message})"):
         type(model).from_pretrained(tmp_path)
 
 
-def pruned(model: Any) -> None:
+def prune(model: Any) -> None:
     attention = model.layers[1].self_attn
     attention.prune(range(attention.num_heads // attention.kv_heads))
 
 
-def gated(model: Any) -> None:
+def set_gate(model: Any) -> None:
     model.layers[0].self_attn.gate = torch.ones(model.layers[0].self_attn.num_heads)
 
 
-def replaced(model: Any) -> None:
+def replace_attention(model: Any) -> None:
     model.layers[0].self_attn = model.layers[0].self_attn.fold_value_projection()
 
 
-def emptied(model: Any) -> None:
+def move_to_meta(model: Any) -> None:
     model.to("meta")
 
 
@@ -240,15 +239,15 @@ def emptied(model: Any) -> None:
     ("change", "message"),
     [
         (
-            pruned,
-            "layers.1.self_attn.*: .*; a checkpoint of this kind has no place for heads that were pruned or gated",
+            prune,
+            "layers.1.self_attn.* is in the model, but not in its config; this format cannot hold pruned or gated heads",
         ),
-        (gated, "layers.0.self_attn.gate: the model was given it; a checkpoint of this kind has no place for heads"),
-        (replaced, "layers.0.self_attn.*: its shape is .*; a checkpoint of this kind has no place for"),
-        (emptied, "it is on the meta device; there must be numbers to be written"),
+        (set_gate, "layers.0.self_attn.gate is in the model, but not in its config; this format cannot hold pruned or"),
+        (replace_attention, "layers.0.self_attn.* must have shape .*; this format cannot hold"),
+        (move_to_meta, "must hold values to be saved, got a tensor on the meta device"),
     ],
 )
-def test_what_has_no_place_is_refused(name: str, change: Any, message: str, tmp_path: Path) -> None:
+def test_models_that_differ_from_their_config_are_refused(name: str, change: Any, message: str, tmp_path: Path) -> None:
     model = built(name)
     change(model)
     with pytest.raises(ValueError, match=message):
@@ -256,38 +255,40 @@ def test_what_has_no_place_is_refused(name: str, change: Any, message: str, tmp_
     assert not (tmp_path / "new").exists()
 
 
-def test_a_mistral_with_biases(tmp_path: Path) -> None:
+def test_a_mistral_with_biases_is_refused(tmp_path: Path) -> None:
     model = Llama(LLAMA._replace(head_dim=4, window=5, attention_bias=True))
-    with pytest.raises(ValueError, match="with a window there must be none, for Mistral has no biases"):
+    with pytest.raises(ValueError, match="must be False to save a model with a window, since Mistral has no biases"):
         model.to_pretrained(tmp_path / "new")
 
 
 @pytest.mark.parametrize("name", ["gpt", "llama"])
-def test_damaged_files(name: str, tmp_path: Path) -> None:
+def test_damaged_files_are_refused(name: str, tmp_path: Path) -> None:
     model = built(name)
     model.to_pretrained(tmp_path)
     path = tmp_path / "model.safetensors"
     whole = path.read_bytes()
     path.write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(ValueError, match=r"model\.safetensors: it is truncated or damaged"):
+    with pytest.raises(ValueError, match=r"model\.safetensors must be a complete .* truncated or damaged"):
         type(model).from_pretrained(tmp_path)
     torch.save(model.state_dict(), path)
-    with pytest.raises(ValueError, match=r"model\.safetensors: it is a zip, such as torch.save writes"):
+    with pytest.raises(
+        ValueError, match=r"model\.safetensors must be a safetensors file, got a zip file, as torch.save writes"
+    ):
         type(model).from_pretrained(tmp_path)
     path.unlink()
-    with pytest.raises(FileNotFoundError, match=r"model\.safetensors: there is no such file"):
+    with pytest.raises(FileNotFoundError, match=r"model\.safetensors: file not found"):
         type(model).from_pretrained(tmp_path)
 
 
-def test_a_file_in_the_way(tmp_path: Path) -> None:
+def test_a_file_in_place_of_the_folder_is_kept(tmp_path: Path) -> None:
     (tmp_path / "model").write_text("precious")
-    with pytest.raises(ValueError, match="model is a file; it must be a folder, or the path of a new one"):
+    with pytest.raises(ValueError, match=r"folder must be a folder or a new path, got a file: .*model"):
         built("gpt").to_pretrained(tmp_path / "model")
     assert (tmp_path / "model").read_text() == "precious"
 
 
-def test_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A disk that is full in the middle leaves what was there before, and nothing where nothing was."""
+def test_a_full_disk_leaves_the_old_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An old checkpoint is unchanged, and a new folder is removed."""
     first = built("gpt")
     first.to_pretrained(tmp_path / "old")
     (tmp_path / "old" / "tokenizer.json").write_text("{}")
@@ -318,10 +319,10 @@ def test_a_failed_save_leaves_no_folders(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("old", [True, False])
-def test_a_save_that_is_killed(old: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before and after every move there is the old checkpoint, the new one, or one that is refused: never half of each."""
+def test_a_killed_save_never_mixes_checkpoints(old: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After every move the folder holds the old checkpoint, the new one, or one that is refused."""
     first = built("llama")
-    # the same shapes: nobody would notice
+    # the same shapes: a mixed checkpoint would load
     second = Llama(LLAMA._replace(head_dim=4, rope_base=7.0, eps=1e-2))
     folder, replace = tmp_path / "model", Path.replace
     if old:
@@ -342,12 +343,14 @@ def test_a_save_that_is_killed(old: bool, tmp_path: Path, monkeypatch: pytest.Mo
         read = Llama.from_pretrained(left.pop(0))
         assert same(read, first) and read.config == first.config
     for torn in left:
-        with pytest.raises(FileNotFoundError, match=r"config.json: there is no such file"):
+        with pytest.raises(FileNotFoundError, match=r"config.json: file not found"):
             Llama.from_pretrained(torn)
 
 
 @pytest.mark.parametrize(("old", "move"), [*((True, n) for n in range(4)), (False, 0), (False, 1)])
-def test_a_move_that_fails(old: bool, move: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_move_restores_the_old_files(
+    old: bool, move: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder, replace = tmp_path / "model", Path.replace
     if old:
         built("gpt").to_pretrained(folder)
@@ -367,18 +370,18 @@ def test_a_move_that_fails(old: bool, move: int, tmp_path: Path, monkeypatch: py
     assert folder.exists() == old
 
 
-def test_layers_that_share_weights_are_written_apart(tmp_path: Path) -> None:
+def test_shared_weights_are_saved_separately(tmp_path: Path) -> None:
     model = built("gpt")
     model.layers[1] = model.layers[0]
     model.to_pretrained(tmp_path)
     assert same(Gpt.from_pretrained(tmp_path), model)
 
 
-def test_the_file_may_go_away(tmp_path: Path) -> None:
+def test_a_loaded_model_is_independent_of_its_file(tmp_path: Path) -> None:
     model = built("gpt")
     model.to_pretrained(tmp_path)
     read = Gpt.from_pretrained(tmp_path)
-    file = tmp_path / files.WEIGHTS
+    file = tmp_path / checkpoint_files.WEIGHTS_FILE
     file.write_bytes(b"\xff" * file.stat().st_size)
     assert same(read, model)
     assert all(p.is_contiguous() and p.requires_grad for p in read.parameters())

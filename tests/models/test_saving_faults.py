@@ -1,4 +1,4 @@
-"""A checkpoint that cannot be written leaves what was there: on full disks, on links and devices, and when it is killed."""
+"""A failed save leaves the old checkpoint: on a full disk, with links and devices, and when the process is killed."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from polyhead.models.gpt import Config
 
 pytest.importorskip("safetensors.torch", reason="pip install 'polyhead[inspect]'")
 if sys.platform == "win32":
-    pytest.skip("devices, FIFOs and locks are Unix's", allow_module_level=True)
+    pytest.skip("devices, FIFOs and locks need Unix", allow_module_level=True)
 
 TINY = Config(d_model=12, heads=3, layers=1, vocab=29, positions=11)
-# 1.1 MB, more than the disk below has
+# 1.1 MB, more than the disk below
 LARGE = TINY._replace(d_model=96, vocab=1000, layers=2)
 
 
@@ -32,7 +32,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
     folder = tmp_path / "disk"
     folder.mkdir()
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "none", folder], capture_output=True).returncode:
-        pytest.skip("only root mounts disks")
+        pytest.skip("mounting a disk needs root")
     yield folder
     subprocess.run(["umount", folder], check=True)
 
@@ -45,7 +45,7 @@ def same(a: Gpt, b: Gpt) -> bool:
     return all(torch.equal(x, y) for x, y in zip(a.parameters(), b.parameters(), strict=True))
 
 
-def test_a_full_disk(disk: Path) -> None:
+def test_a_full_disk_leaves_the_old_files(disk: Path) -> None:
     Gpt(TINY).to_pretrained(disk / "old")
     before = content(disk)
     for name in ("old", "new/folder"):
@@ -72,7 +72,7 @@ def test_only_regular_files_are_replaced(name: str, kind: str, linked: bool, tmp
         try:
             os.mknod(there, stat.S_IFCHR | 0o666, os.makedev(1, 3))
         except PermissionError:
-            pytest.skip("only root makes devices")
+            pytest.skip("creating devices needs root")
     if linked:
         (tmp_path / name).symlink_to("there")
     before, mode = content(tmp_path), there.lstat()
@@ -82,7 +82,7 @@ def test_only_regular_files_are_replaced(name: str, kind: str, linked: bool, tmp
 
 
 def test_links_are_followed_to_another_disk(disk: Path, tmp_path: Path) -> None:
-    """As where weights are kept on a larger disk than the rest."""
+    """For example, weights may be on a larger disk."""
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "model.safetensors").symlink_to(disk / "weights")
     for model in (Gpt(TINY), Gpt(TINY._replace(layers=2))):
@@ -96,7 +96,7 @@ def test_links_are_followed_to_another_disk(disk: Path, tmp_path: Path) -> None:
     assert content(tmp_path) == before
 
 
-# moves: 0 and 1 take the old files away, 2 and 3 bring the new ones
+# moves 0 and 1 move the old files away, 2 and 3 the new ones to their targets
 KILLED = """
 import os, signal, sys
 from pathlib import Path
@@ -117,7 +117,7 @@ Gpt(Config(d_model=12, heads=3, layers=2, vocab=29, positions=11)).to_pretrained
 
 
 @pytest.mark.parametrize("moves", [0, 1, 3])
-def test_what_a_kill_leaves_is_removed_the_next_time(moves: int, tmp_path: Path) -> None:
+def test_the_next_save_removes_files_of_a_killed_one(moves: int, tmp_path: Path) -> None:
     first = Gpt(TINY)
     first.to_pretrained(tmp_path)
     before = content(tmp_path)
@@ -125,14 +125,14 @@ def test_what_a_kill_leaves_is_removed_the_next_time(moves: int, tmp_path: Path)
     assert process.returncode == -signal.SIGKILL
     left = content(tmp_path)
     assert len(left) > len(before)
-    # whatever was there is there still, in its place or beside it
+    # the old files still exist, in the folder or its subfolder
     assert set(before.values()) <= set(left.values())
     if moves == 0:
         assert same(Gpt.from_pretrained(tmp_path), first)
     else:
-        with pytest.raises(FileNotFoundError, match=r"config\.json: there is no such file"):
+        with pytest.raises(FileNotFoundError, match=r"config\.json: file not found"):
             Gpt.from_pretrained(tmp_path)
-        # a save that fails removes nothing of it
+        # a failed save does not remove them
         with pytest.raises(ValueError, match="meta device"):
             Gpt(TINY).to("meta").to_pretrained(tmp_path)
         assert content(tmp_path) == left
@@ -143,7 +143,7 @@ def test_what_a_kill_leaves_is_removed_the_next_time(moves: int, tmp_path: Path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
 
 
-def test_modes_are_kept(tmp_path: Path) -> None:
+def test_file_modes_are_preserved(tmp_path: Path) -> None:
     Gpt(TINY).to_pretrained(tmp_path)
     for name in ("config.json", "model.safetensors"):
         (tmp_path / name).chmod(0o640)

@@ -1,4 +1,4 @@
-"""Text into tokens: words are the text's own, nothing is cut or padded, what cannot be read is named."""
+"""Tokenizers: words keep the spelling of the text, nothing is truncated or padded, invalid input is refused."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from polyhead.models import Tokenizer
+from polyhead.models import Tokenizer, Tokens
 
 tokenizers = pytest.importorskip("tokenizers", reason="pip install 'polyhead[inspect]'")
 
@@ -23,7 +23,7 @@ VOCAB = [
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tokenizer.json of the kind BERT has, which cuts and pads to 4 tokens unless told not to."""
+    """A tokenizer.json like BERT's, with settings to truncate and pad to 4 tokens."""
     numbers = {piece: number for number, piece in enumerate(VOCAB)}
     made = tokenizers.Tokenizer(tokenizers.models.WordPiece(numbers, unk_token="[UNK]"))
     made.normalizer = tokenizers.normalizers.BertNormalizer()
@@ -42,7 +42,7 @@ def tokenizer(path: Path) -> Tokenizer:
     return Tokenizer.from_pretrained(path.parent)
 
 
-def test_words_are_the_texts_own(tokenizer: Tokenizer) -> None:
+def test_words_keep_the_spelling_of_the_text(tokenizer: Tokenizer) -> None:
     tokens = tokenizer("The unhappyly  CAT, ran")
     assert tokens.pieces == ("[CLS]", "the", "un", "##happy", "##ly", "cat", ",", "ran", "[SEP]")
     assert tokens.words == ("The", "unhappyly", "CAT", ",", "ran")
@@ -62,12 +62,12 @@ def test_words_are_the_texts_own(tokenizer: Tokenizer) -> None:
         ("😀 </script>", ("😀", "<", "/", "script", ">")),
         ("שלום", ("שלום",)),
         ("don't", ("don", "'", "t")),
-        # a delimiter is none of the text's words, wherever it comes from; a mask and a word unknown are
+        # delimiters are never words, even in the text; the mask and the unknown token are
         ("the [SEP] cat [MASK] [UNK]", ("the", "cat", "[MASK]", "[UNK]")),
         ("[CLS][SEP][PAD]", ()),
     ],
 )
-def test_all_kinds_of_text(tokenizer: Tokenizer, text: str, words: tuple[str, ...]) -> None:
+def test_words_of_a_text(tokenizer: Tokenizer, text: str, words: tuple[str, ...]) -> None:
     tokens = tokenizer(text)
     assert tokens.words == words
     assert len(tokens) == len(tokens.ids) == len(tokens.pieces) == len(tokens.word_of)
@@ -75,7 +75,7 @@ def test_all_kinds_of_text(tokenizer: Tokenizer, text: str, words: tuple[str, ..
     assert (tokens.pieces[0], tokens.pieces[-1]) == ("[CLS]", "[SEP]")
 
 
-def test_words_given(tokenizer: Tokenizer) -> None:
+def test_words_of_a_split_sentence(tokenizer: Tokenizer) -> None:
     words = ["The", "don't", "", "\u200b", "unhappy-cat", "ran"]
     tokens = tokenizer.of_words(words)
     assert tokens.words == tuple(words)
@@ -83,7 +83,7 @@ def test_words_given(tokenizer: Tokenizer) -> None:
     assert tokenizer.of_words([]).pieces == ("[CLS]", "[SEP]")
 
 
-def test_shortened(tokenizer: Tokenizer) -> None:
+def test_shortened_truncates_a_text(tokenizer: Tokenizer) -> None:
     tokens = tokenizer("the unhappyly cat ran")
     assert tokens.shortened(8) is tokens
     short = tokens.shortened(5)
@@ -94,11 +94,11 @@ def test_shortened(tokenizer: Tokenizer) -> None:
     assert short.ids.tolist() == [*tokens.ids[:4].tolist(), 3]
     assert tokens.shortened(2).words == ()
     assert len(tokenizer("[SEP] " * 900).shortened(512)) == 512
-    with pytest.raises(ValueError, match="limit: it is 1; it must be more than 1, the special tokens at the end"):
+    with pytest.raises(ValueError, match="limit must be more than 1, the number of special tokens at the end, got 1"):
         tokens.shortened(1)
 
 
-def test_the_mask(tokenizer: Tokenizer) -> None:
+def test_mask_id(tokenizer: Tokenizer) -> None:
     assert tokenizer.mask_id == 4
     assert tokenizer("[MASK]").ids.tolist() == [2, 4, 3]
 
@@ -106,26 +106,28 @@ def test_the_mask(tokenizer: Tokenizer) -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda t: t(["The", "cat"]), "text: it is list; it must be a str"),
-        (lambda t: t("cat \ud800"), "text: the character at 4 is half of one"),
-        (lambda t: t.of_words("The cat"), "words: it is 'The cat'; it must be a list of str"),
-        (lambda t: t.of_words(["The", 3]), "words: it is .*; it must be a list of str"),
-        (lambda t: t.of_words(["a", "\udcff"]), "words: the character at 0 is half of one"),
+        (lambda t: t(["The", "cat"]), "text must be a str, got list"),
+        (lambda t: t("cat \ud800"), "text must be valid Unicode, got the surrogate .* at index 4"),
+        (lambda t: t.of_words("The cat"), "words must be a list of str, got 'The cat'"),
+        (lambda t: t.of_words(["The", 3]), "words must be a list of str, got .*3"),
+        (lambda t: t.of_words(["a", "\udcff"]), "words must be valid Unicode, got the surrogate .* at index 0"),
     ],
 )
-def test_what_is_no_text(tokenizer: Tokenizer, call: object, message: str) -> None:
+def test_invalid_texts_are_refused(tokenizer: Tokenizer, call: object, message: str) -> None:
     assert callable(call)
     with pytest.raises(ValueError, match=message):
         call(tokenizer)
 
 
-def test_bad_files(path: Path, tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"tokenizer.json: there is no such file; .*save_pretrained"):
+def test_invalid_files_are_refused(path: Path, tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"tokenizer.json: file not found; .*save_pretrained"):
         Tokenizer.from_pretrained(tmp_path)
     whole = path.read_text()
     for content in ("", "no JSON", whole[: len(whole) // 2], "[]", json.dumps({"model": {"type": "Nothing"}})):
         (tmp_path / "tokenizer.json").write_text(content)
-        with pytest.raises(ValueError, match=r"tokenizer.json: it is no tokenizer that can be read"):
+        with pytest.raises(
+            ValueError, match=r"tokenizer.json: the file must be a tokenizer of the tokenizers library, got: "
+        ):
             Tokenizer.from_pretrained(tmp_path)
 
 
@@ -133,8 +135,8 @@ TEXT = "The cat ran away. The cats' house isn't far; naïve 北京 😀 cats run
 
 
 @pytest.fixture(scope="module")
-def bytewise(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    """A byte-level BPE of the kind GPT-2 has."""
+def byte_level(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """A byte-level BPE like GPT-2's."""
     made = tokenizers.Tokenizer(tokenizers.models.BPE())
     made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = tokenizers.decoders.ByteLevel()
@@ -149,45 +151,45 @@ def bytewise(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return Tokenizer(path)
 
 
-def test_bytes_into_words(bytewise: Tokenizer) -> None:
-    tokens = bytewise("The cat ran  away.\n\n The cats' 北京 isn't\t😀")
+def test_words_of_a_byte_level_tokenizer(byte_level: Tokenizer) -> None:
+    tokens = byte_level("The cat ran  away.\n\n The cats' 北京 isn't\t😀")
     assert tokens.words == ("The", "cat", "ran", "away", ".", "The", "cats", "'", "北京", "isn", "'t", "😀")
     assert "Ġcat" in tokens.pieces
     assert tokens.closing == 0
     numbers = [word for word in dict.fromkeys(tokens.word_of) if word is not None]
     assert numbers == list(range(len(tokens.words)))
-    # blanks are tokens, and part of no word
+    # blanks are tokens, but not parts of words
     blank = [piece for piece, word in zip(tokens.pieces, tokens.word_of, strict=True) if word is None]
     assert blank and all(set(piece) <= set("ĠĊĉ") for piece in blank)
-    assert bytewise(" \n").words == ()
-    assert len(bytewise("")) == 0
+    assert byte_level(" \n").words == ()
+    assert len(byte_level("")) == 0
 
 
-def test_words_given_to_bytes(bytewise: Tokenizer) -> None:
-    """Words of a treebank become the tokens that the sentence has."""
-    tokens = bytewise.of_words(["The", "cats", "isn't", "", "北京"])
-    assert tokens.ids.tolist()[:3] == bytewise("The cats isn't 北京").ids.tolist()[:3]
+def test_split_sentences_of_a_byte_level_tokenizer(byte_level: Tokenizer) -> None:
+    """The words of a treebank give the tokens of the sentence."""
+    tokens = byte_level.of_words(["The", "cats", "isn't", "", "北京"])
+    assert tokens.ids.tolist()[:3] == byte_level("The cats isn't 北京").ids.tolist()[:3]
     assert "Ġcats" in tokens.pieces or "Ġcat" in tokens.pieces
     assert tokens.words == ("The", "cats", "isn't", "", "北京")
-    assert bytewise.decode(bytewise.of_words(["The", "cat"]).ids) == "The cat"
+    assert byte_level.decode(byte_level.of_words(["The", "cat"]).ids) == "The cat"
 
 
-def test_a_delimiter_among_bytes(bytewise: Tokenizer) -> None:
-    tokens = bytewise("cat<|endoftext|>The")
+def test_delimiters_of_a_byte_level_tokenizer(byte_level: Tokenizer) -> None:
+    tokens = byte_level("cat<|endoftext|>The")
     assert tokens.words == ("cat", "The")
     assert tokens.pieces.index("<|endoftext|>") == list(tokens.word_of).index(None)
-    assert bytewise.decode(tokens.ids) == "catThe"
-    assert bytewise.mask_id is None
+    assert byte_level.decode(tokens.ids) == "catThe"
+    assert byte_level.mask_id is None
 
 
 @pytest.mark.parametrize("text", [TEXT, "", " leading", "naïve 北京 😀\n", "never seen: qzx Ω"])
-def test_bytes_there_and_back(bytewise: Tokenizer, text: str) -> None:
-    ids = bytewise(text).ids
-    assert bytewise.decode(ids) == text
-    assert bytewise.decode(ids.tolist()) == text
+def test_decode_inverts_a_byte_level_tokenizer(byte_level: Tokenizer, text: str) -> None:
+    ids = byte_level(text).ids
+    assert byte_level.decode(ids) == text
+    assert byte_level.decode(ids.tolist()) == text
 
 
-def test_pieces_back_into_text(tokenizer: Tokenizer) -> None:
+def test_decode_omits_special_tokens(tokenizer: Tokenizer) -> None:
     assert "cat" in tokenizer.decode(tokenizer("the cat ran").ids)
     assert "[CLS]" not in tokenizer.decode(tokenizer("the cat ran").ids)
 
@@ -195,17 +197,26 @@ def test_pieces_back_into_text(tokenizer: Tokenizer) -> None:
 @pytest.mark.parametrize(
     ("ids", "message"),
     [
-        (torch.zeros(2, 3).long(), r"ids: they are torch.int64 of shape \(2, 3\); they must be the whole numbers of one text"),
-        (torch.zeros(3), r"ids: they are torch.float32 of shape \(3,\)"),
-        ([1, 999], "ids: 999 is not in the vocabulary"),
+        (torch.zeros(2, 3).long(), r"ids must be integers of shape \(tokens,\), got torch.int64 of shape \(2, 3\)"),
+        (torch.zeros(3), r"ids must be integers .*, got torch.float32 of shape \(3,\)"),
+        ([1, 999], "ids must be in the vocabulary of this tokenizer, got 999"),
         ([-1], r"ids\[0\] must be an integer in \[0, 2147483647\], got -1; pass the ids of one text, as a list or a tensor"),
         ([1.7], r"ids\[0\] must be an integer in \[0, 2147483647\], got 1\.7; pass the ids of one text, as a list or a tensor"),
         (["1"], r"ids\[0\] must be an integer in \[0, 2147483647\], got '1'; pass the ids of one text, as a list or a tensor"),
         (3, r"ids must be a list of integers in \[0, 2147483647\], got 3; pass the ids of one text, as a list or a tensor"),
         ([torch.tensor(1.7)], r"ids\[0\] must be an integer in \[0, 2147483647\], got tensor\(1\.7000\); pass the ids of one text, as a list or a tensor"),
-        (torch.ones(3).bool(), r"ids: they are torch.bool of shape \(3,\)"),
+        (torch.ones(3).bool(), r"ids must be integers .*, got torch.bool of shape \(3,\)"),
     ],
 )  # fmt: skip
-def test_ids_that_are_no_text(bytewise: Tokenizer, ids: Any, message: str) -> None:
+def test_invalid_ids_are_refused(byte_level: Tokenizer, ids: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        bytewise.decode(ids)
+        byte_level.decode(ids)
+
+
+def test_tokens_of_pieces_have_no_ids():
+    names = Tokens.of_pieces(["Ann", "Bob"])
+    assert (names.pieces, names.word_of, names.words) == (("Ann", "Bob"), (0, 1), ("Ann", "Bob"))
+    assert len(names.ids) == 0 and names.special == (False, False)
+    assert names.shortened(1).pieces == ("Ann",) and len(names.shortened(1).ids) == 0
+    pieces = Tokens.of_pieces(["[CLS]", "un", "##do"], [None, 0, 0], ["undo"])
+    assert pieces.special == (True, False, False) and pieces.words == ("undo",)

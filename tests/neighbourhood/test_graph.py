@@ -1,4 +1,4 @@
-"""Graphs: what they are made of, what is made of them, and what is wrong with some."""
+"""Graphs: construction, CSR, graphs derived from others, and error messages."""
 
 import pytest
 import torch
@@ -12,16 +12,15 @@ from polyhead.neighbourhood import csr as sorting
 PAIRS = torch.tensor([[0, 1, 2, 2, 0], [1, 0, 0, 1, 0]])
 
 
-def by_definition(pairs, sources, destinations):
-    """The two orders, written out."""
+def csr_by_definition(pairs, sources, destinations):
+    """The arrays of a CSR, in plain Python."""
     edges = range(pairs.shape[1])
-    inwards = sorted(edges, key=lambda e: (int(pairs[1, e]), e))
-    outwards = sorted(edges, key=lambda place: (int(pairs[0, inwards[place]]), place))
-    first = [sum(int(d) < node for d in pairs[1]) for node in range(destinations + 1)]
-    out_first = [sum(int(s) < node for s in pairs[0]) for node in range(sources + 1)]
-    return (
-        first, [int(pairs[0, e]) for e in inwards], inwards, out_first, outwards, [int(pairs[1, inwards[p]]) for p in outwards]
-    )  # fmt: skip
+    edge_id = sorted(edges, key=lambda e: (int(pairs[1, e]), e))
+    out_slot = sorted(edges, key=lambda slot: (int(pairs[0, edge_id[slot]]), slot))
+    indptr = [sum(int(d) < node for d in pairs[1]) for node in range(destinations + 1)]
+    out_indptr = [sum(int(s) < node for s in pairs[0]) for node in range(sources + 1)]
+    indices, out_indices = [int(pairs[0, e]) for e in edge_id], [int(pairs[1, edge_id[slot]]) for slot in out_slot]
+    return indptr, indices, edge_id, out_indptr, out_slot, out_indices
 
 
 @pytest.fixture(params=["native", "torch"])
@@ -40,9 +39,9 @@ def test_edges_are_sorted_both_ways(sorter, dtype, sources, destinations, edges)
     high = torch.tensor([[max(sources, 1)], [max(destinations, 1)]])
     pairs = (torch.rand(2, edges) * high).to(dtype)
     graph = Graph(pairs, (sources, destinations))
-    for got, wanted in zip(graph.csr, by_definition(pairs, sources, destinations), strict=True):
-        assert got.dtype == torch.int32
-        assert got.tolist() == wanted
+    for actual, expected in zip(graph.csr, csr_by_definition(pairs, sources, destinations), strict=True):
+        assert actual.dtype == torch.int32
+        assert actual.tolist() == expected
     assert torch.equal(graph.edge_index, pairs.long())
 
 
@@ -58,16 +57,20 @@ def test_strides_do_not_matter(sorter, make):
 @pytest.mark.parametrize(
     ("pairs", "nodes", "message"),
     [
-        (torch.tensor([[0, 3], [1, 1]]), 3, "edge 1 goes from 3 to 1, but nodes are 0 to 2"),
-        (torch.tensor([[0, 1], [1, -1]]), 3, "edge 1 goes from 1 to -1"),
-        (torch.tensor([[0, 1], [1, -1]]), None, "edge 1 goes from 1 to -1"),
-        (torch.tensor([[-(2**40)], [0]]), 3, "edge 0 goes from -1099511627776 to 0"),
-        (torch.tensor([[0], [2**33]]), 3, "edge 0 goes from 0 to 8589934592"),
-        (torch.tensor([[4], [1]]), (5, 1), "there are 5 sources and 1 destinations"),
-        (torch.tensor([[0], [0]]), 0, "there are no nodes"),
+        (torch.tensor([[0, 3], [1, 1]]), 3, r"edge_index must have nodes in \[0, 3\), got 3 -> 1 at edge 1"),
+        (torch.tensor([[0, 1], [1, -1]]), 3, "got 1 -> -1 at edge 1"),
+        (torch.tensor([[0, 1], [1, -1]]), None, "got 1 -> -1 at edge 1"),
+        (torch.tensor([[-(2**40)], [0]]), 3, "got -1099511627776 -> 0 at edge 0"),
+        (torch.tensor([[0], [2**33]]), 3, "got 0 -> 8589934592 at edge 0"),
+        (
+            torch.tensor([[4], [1]]),
+            (5, 1),
+            r"edge_index must have sources in \[0, 5\) and destinations in \[0, 1\), got 4 -> 1",
+        ),
+        (torch.tensor([[0], [0]]), 0, r"edge_index must have nodes in \[0, 0\), got 0 -> 0"),
     ],
 )
-def test_nodes_that_are_not_there(sorter, pairs, nodes, message):
+def test_edges_to_unknown_nodes_are_refused(sorter, pairs, nodes, message):
     with pytest.raises(ValueError, match=message):
         Graph(pairs, nodes)
 
@@ -75,30 +78,39 @@ def test_nodes_that_are_not_there(sorter, pairs, nodes, message):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((PAIRS.float(),), "edge_index: it is torch.float32; it must hold the numbers of nodes"),
-        ((PAIRS.bool(),), "edge_index: it is torch.bool"),
-        ((PAIRS.T,), r"its shape is \(5, 2\); it must be \(2, edges\): pass edge_index.T"),
-        ((torch.zeros(3, 4).long(),), r"its shape is \(3, 4\); it must be \(2, edges\): sources in the first row"),
+        ((PAIRS.float(),), "edge_index must be integers, the indices of nodes, got torch.float32"),
+        ((PAIRS.bool(),), "edge_index must be integers, the indices of nodes, got torch.bool"),
+        ((PAIRS.T,), r"edge_index must have shape \(2, edges\), got \(5, 2\); pass edge_index.T"),
+        (
+            (torch.zeros(3, 4).long(),),
+            r"edge_index must have shape \(2, edges\), got \(3, 4\); sources in the first row",
+        ),
         ((PAIRS, -1), r"Graph: num_nodes must be an integer in \[0, 2147483646\], got -1"),
         ((PAIRS, 2.5), r"Graph: num_nodes must be an integer in \[0, 2147483646\], got 2\.5"),
         ((PAIRS, (3, 3, 3)), r"Graph: num_nodes must be an integer, or \(sources, destinations\), got \(3, 3, 3\)"),
-        ((PAIRS, 3, torch.randn(4, 2)), r"features: torch.float32 of shape \(4, 2\).*there are 5 edges"),
-        ((PAIRS, 3, torch.ones(5, 2).long()), "features: torch.int64"),
-        ((PAIRS, 3, None, torch.randn(4)), r"weights: torch.float32 of shape \(4,\).*there are 5 edges"),
-        ((PAIRS, 3, None, torch.tensor([1, torch.nan, 1, 1, torch.nan])), "weights: 2 of them are NaN"),
+        (
+            (PAIRS, 3, torch.randn(4, 2)),
+            r"features must be floating-point numbers \(edges, dim\) = \(5, dim\), got torch.float32 of shape \(4, 2\)",
+        ),
+        ((PAIRS, 3, torch.ones(5, 2).long()), "features must be floating-point numbers .*got torch.int64"),
+        (
+            (PAIRS, 3, None, torch.randn(4)),
+            r"weights must be floating-point numbers \(edges,\) = \(5,\), got torch.float32 of shape \(4,\)",
+        ),
+        ((PAIRS, 3, None, torch.tensor([1, torch.nan, 1, 1, torch.nan])), "weights must not contain NaN, got 2 of 5"),
     ],
 )
-def test_graphs_that_are_wrong(arguments, message):
+def test_invalid_arguments_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         Graph(*arguments)
 
 
-def test_a_graph_that_does_not_fit():
+def test_a_graph_with_another_number_of_nodes_is_refused():
     layer = MultiHeadAttention(6, num_heads=2, score="gat")
-    with pytest.raises(ValueError, match="Graph: it has 3 nodes, but there are 4"):
+    with pytest.raises(ValueError, match="Graph: num_nodes must be the number of items, 4, got 3"):
         layer(torch.randn(4, 6), over=Graph(PAIRS))
     with pytest.raises(
-        ValueError, match=r"5 sources and 2 destinations, but there are 4 keys \(sources\) and 2 queries"
+        ValueError, match=r"Graph: \(sources, destinations\) must be \(keys, queries\), \(4, 2\), got \(5, 2\)"
     ):
         layer(torch.randn(2, 6), torch.randn(4, 6), over=Graph(PAIRS[:, :1], (5, 2)))
 
@@ -106,26 +118,26 @@ def test_a_graph_that_does_not_fit():
 def test_features_and_scores_have_to_agree():
     plain, rich = Graph(PAIRS), Graph(PAIRS, features=torch.randn(5, 4))
     x = torch.randn(3, 6)
-    with pytest.raises(ValueError, match=r"the graph has 4 features an edge, but GAT takes none.*edge_dim=4"):
+    with pytest.raises(ValueError, match=r"over must be a graph with no features per edge for GAT, got 4;.*edge_dim=4"):
         MultiHeadAttention(6, num_heads=2, score="gat")(x, over=rich)
-    with pytest.raises(ValueError, match="the graph has 4 features an edge, but Dot takes none"):
+    with pytest.raises(ValueError, match="over must be a graph with no features per edge for Dot, got 4"):
         MultiHeadAttention(6, num_heads=2)(x, over=rich)
     taking = MultiHeadAttention(6, num_heads=2, score=GATv2(2, 3, edge_dim=4))
-    with pytest.raises(ValueError, match="GATv2 takes 4 features of an edge"):
+    with pytest.raises(ValueError, match="over must be a graph with 4 features per edge for GATv2, got none"):
         taking(x, over=plain)
-    with pytest.raises(ValueError, match="GATv2 takes 4 features of an edge"):
+    with pytest.raises(ValueError, match="over must be a graph with 4 features per edge for GATv2, got none"):
         taking(x)
     assert taking(x, over=rich)[0].shape == (3, 6)
 
 
-def test_later_changes_of_the_edges_do_not_reach_it():
+def test_later_changes_of_edge_index_do_not_affect_the_graph():
     pairs = PAIRS.clone()
     graph = Graph(pairs)
     pairs.fill_(10**6)
     assert torch.equal(graph.edge_index, PAIRS)
 
 
-def test_the_number_of_nodes_is_known_from_the_edges():
+def test_the_number_of_nodes_is_inferred_from_the_edges():
     graph = Graph(PAIRS)
     assert (graph.sources, graph.destinations, graph.num_edges) == (3, 3, 5)
     assert repr(graph) == "Graph(3 nodes, 5 edges)"
@@ -141,11 +153,13 @@ def test_a_sparse_matrix_has_destinations_in_its_rows(layout):
     dense = torch.zeros(2, 4).index_put((graph.edge_index[1], graph.edge_index[0]), graph.weights)
     assert torch.equal(dense, matrix)
     assert Graph((matrix != 0).float().to_sparse(layout=layout)).weights is None
-    with pytest.raises(ValueError, match="num_nodes: it is 7, but the sparse matrix has 2 rows and 4 columns"):
+    with pytest.raises(
+        ValueError, match=r"num_nodes must be \(4, 2\), the columns and rows of the sparse matrix, got 7"
+    ):
         Graph(matrix.to_sparse(layout=layout), 7)
 
 
-def test_self_loops_come_when_called():
+def test_self_loops_are_added_once():
     features, weights = torch.randn(5, 2), torch.rand(5)
     graph = Graph(PAIRS, 4, features, weights).with_self_loops()
     # node 0 has one already
@@ -156,32 +170,32 @@ def test_self_loops_come_when_called():
     assert graph.with_self_loops().num_edges == 8
     filled = Graph(PAIRS, 4, features).with_self_loops(2.5)
     assert filled.features[5:].eq(2.5).all()
-    with pytest.raises(ValueError, match="fill: it is 'sum'"):
+    with pytest.raises(ValueError, match="fill must be a number, a tensor or 'mean', got 'sum'"):
         Graph(PAIRS, 4, features).with_self_loops("sum")
-    with pytest.raises(ValueError, match="3 sources are not the 2 destinations"):
+    with pytest.raises(ValueError, match="must be the same nodes, got 3 sources and 2 destinations"):
         Graph(PAIRS, (3, 2)).with_self_loops()
 
 
-def test_the_other_way_round():
+def test_reverse_flips_every_edge():
     graph = Graph(PAIRS, (3, 2), torch.randn(5, 2), torch.rand(5))
-    back = graph.reverse()
-    assert torch.equal(back.edge_index, PAIRS.flip(0))
-    assert (back.sources, back.destinations) == (2, 3)
-    assert back.features is graph.features
-    assert back.weights is graph.weights
+    flipped = graph.reverse()
+    assert torch.equal(flipped.edge_index, PAIRS.flip(0))
+    assert (flipped.sources, flipped.destinations) == (2, 3)
+    assert flipped.features is graph.features
+    assert flipped.weights is graph.weights
 
 
-def test_graphs_side_by_side():
+def test_a_batch_of_graphs_gives_the_results_of_each_graph():
     one, two = Graph(PAIRS, 3, weights=torch.rand(5)), Graph(PAIRS[:, :2], 5, weights=torch.rand(2))
     both = Graph.batch([one, two])
     assert both.edge_index[:, 5:].tolist() == [[3, 4], [4, 3]]
     layer = MultiHeadAttention(6, num_heads=2, score="gatv2")
     x = torch.randn(8, 6)
-    apart = torch.cat((layer(x[:3], over=one)[0], layer(x[3:], over=two)[0]))
-    torch.testing.assert_close(layer(x, over=both)[0], apart)
-    with pytest.raises(ValueError, match="some graphs have weights and some have none"):
+    separate = torch.cat((layer(x[:3], over=one)[0], layer(x[3:], over=two)[0]))
+    torch.testing.assert_close(layer(x, over=both)[0], separate)
+    with pytest.raises(ValueError, match="all graphs or none must have weights, got some with and some without"):
         Graph.batch([one, Graph(PAIRS)])
-    with pytest.raises(ValueError, match="there are no graphs"):
+    with pytest.raises(ValueError, match="graphs must have at least one graph, got an empty list"):
         Graph.batch([])
 
 
@@ -202,12 +216,12 @@ def test_normalised_adjacency():
     ],
     ids=repr,
 )  # fmt: skip
-@pytest.mark.parametrize("turned", [False, True])
-def test_another_neighbourhood_filters_the_edges(other, turned):
+@pytest.mark.parametrize("graph_last", [False, True])
+def test_another_neighbourhood_filters_the_edges(other, graph_last):
     pairs = torch.randint(0, 9, (2, 60))
     graph = Graph(pairs, 9, torch.randn(60, 2), torch.rand(60))
     # of two graphs the left one is filtered
-    both = other & graph if turned and not isinstance(other, Graph) else graph & other
+    both = other & graph if graph_last and not isinstance(other, Graph) else graph & other
     sizes = polyhead.neighbourhood.Sizes((), 1, 9, 9)
     allowed = other.within(True).mask(sizes, torch.device("cpu")).reshape(9, 9)
     kept = [e for e in range(60) if allowed[pairs[1, e], pairs[0, e]]]
@@ -217,25 +231,25 @@ def test_another_neighbourhood_filters_the_edges(other, turned):
     assert torch.equal(both.weights, graph.weights[kept])
 
 
-def test_edge_ids_go_back_to_the_first_graph():
+def test_edge_ids_refer_to_the_first_graph():
     graph = Graph(torch.randint(0, 9, (2, 60)), 9)
     twice = (graph & Causal()) & Window(3)
     assert torch.equal(graph.edge_index[:, twice.edge_ids], twice.edge_index)
 
 
-def test_a_filter_that_differs_by_head_or_row_is_refused():
+def test_a_filter_that_differs_by_head_or_batch_entry_is_refused():
     graph = Graph(PAIRS)
-    with pytest.raises(ValueError, match="differs from head to head"):
+    with pytest.raises(ValueError, match="differs by head"):
         graph & (torch.rand(4, 3, 3) > 0.5)
-    with pytest.raises(ValueError, match="differs from row to row of a batch"):
+    with pytest.raises(ValueError, match="differs by batch entry"):
         graph & Padding(torch.tensor([1, 2]))
-    with pytest.raises(ValueError, match="keep covers 7 keys, but there are 3"):
+    with pytest.raises(ValueError, match="keep must cover 3 keys, got 7"):
         graph & Padding(torch.ones(7, dtype=torch.bool))
 
 
 @pytest.mark.parametrize("weighted", [False, True])
-def test_the_layers_are_the_matrix_forms(weighted):
-    """H = (A ∘ α) X Wᵀ, head by head, as the definition in NumPy has it."""
+def test_layers_equal_their_matrix_forms(weighted):
+    """H = (A ∘ α) X Wᵀ, head by head, by the definition in NumPy."""
     A = (torch.rand(7, 7, dtype=torch.float64) < 0.4).double() * (torch.rand(7, 7, dtype=torch.float64) + 0.5)
     A[3] = 0
     A = A if weighted else (A > 0).double()
@@ -263,10 +277,10 @@ def test_a_node_with_a_million_neighbours():
     q, k, v = (torch.randn(1, items, 8, dtype=torch.float64) for items in (2, 1000, 1000))
     score = GAT(1, 8).double()
     out = attend(q, k, v, over=graph, score=score)
-    # an edge that is there n times counts n times: log n more
-    times = source.bincount(minlength=1000).double().log()
-    wanted = attend(q[:, :1], k, v, score=score, bias=times[None, None])
-    torch.testing.assert_close(out[:, :1], wanted)
+    # an edge that occurs n times counts n times, which adds log n to its score
+    log_count = source.bincount(minlength=1000).double().log()
+    expected = attend(q[:, :1], k, v, score=score, bias=log_count[None, None])
+    torch.testing.assert_close(out[:, :1], expected)
     assert out[:, 1].eq(0).all()
 
 
@@ -288,15 +302,15 @@ def test_degrees_of_zero_and_other_devices():
     assert moved.csr.edge_id.device.type == moved.weights.device.type == "meta"
 
 
-def test_edges_given_as_a_mask():
-    with pytest.raises(ValueError, match=r"Edges go to Graph\(edge_index\)"):
+def test_edges_passed_as_a_mask_are_refused():
+    with pytest.raises(ValueError, match=r"for edges use Graph\(edge_index\)"):
         MultiHeadAttention(6, num_heads=2)(torch.randn(3, 6), over=PAIRS)
 
 
-def test_a_filter_of_another_size():
-    with pytest.raises(ValueError, match="Graph: it has 3 nodes, but there are 10"):
+def test_a_filter_of_another_size_is_refused():
+    with pytest.raises(ValueError, match="Graph: num_nodes must be the number of items, 10, got 3"):
         Graph(torch.tensor([[4], [0]]), 10) & Graph(torch.tensor([[1], [1]]), 3)
-    with pytest.raises(ValueError, match="keep covers 7 keys, but there are 3"):
+    with pytest.raises(ValueError, match="keep must cover 3 keys, got 7"):
         Graph(torch.zeros(2, 0), 3) & Padding(torch.ones(7, dtype=torch.bool))
     assert (Graph(torch.zeros(2, 0), 3) & Causal()).edge_ids.tolist() == []
 
@@ -304,12 +318,12 @@ def test_a_filter_of_another_size():
 def test_gradients_of_normalised_weights():
     weights = torch.tensor([0.0, 1.0], requires_grad=True)
     graph = Graph(torch.tensor([[0, 1], [0, 1]]), 2, weights=weights).normalised()
-    (slope,) = torch.autograd.grad(graph.weights.sum(), weights)
-    assert slope.isfinite().all()
-    with pytest.raises(ValueError, match="some nodes have a negative degree"):
+    (gradient,) = torch.autograd.grad(graph.weights.sum(), weights)
+    assert gradient.isfinite().all()
+    with pytest.raises(ValueError, match="normalised: degrees must be 0 or more, got -1"):
         Graph(torch.tensor([[0], [0]]), 1, weights=torch.tensor([-1.0])).normalised()
 
 
-def test_filtered_without_destinations():
+def test_a_graph_without_destinations_is_filtered():
     graph = Graph(torch.empty(2, 0, dtype=torch.long), (3, 0))
     assert (graph & Segments(torch.zeros(3).long(), torch.zeros(0).long())).num_edges == 0

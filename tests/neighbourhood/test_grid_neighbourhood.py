@@ -1,4 +1,4 @@
-"""Grids and offsets, in small pictures and in messages; positions that count along their axes."""
+"""Masks of grids and offsets in small pictures, error messages, and positions along the axes of a grid."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ CPU = torch.device("cpu")
 
 
 def seen(over, query, head=0):
-    """What one query sees, as a picture of the grid."""
-    lattice = over.grid
+    """The points that one query sees, as a picture of the grid."""
+    lattice = over.lattice
     queries, keys = torch.Size(lattice.outputs).numel(), torch.Size(lattice.sizes).numel()
     sizes = Sizes((), getattr(over, "heads", 1), queries, keys)
     over.check(sizes)
@@ -49,7 +49,7 @@ def test_a_window_is_cut_off_at_the_border():
     assert seen(Grid(2, 3), (0, 0)) == ["xxx", "xxx"]
 
 
-def test_sizes_and_windows_as_people_write_them():
+def test_equivalent_ways_to_write_sizes_and_windows():
     image = torch.zeros(1, 3, 4, 5)
     assert repr(Grid(image.shape[-2:], window=3)) == repr(Grid([4, 5], window=(3, 3))) == repr(Grid(4, 5, window=3))
     assert repr(Grid(np.int64(4), 5, window=np.int64(3))) == "Grid(4, 5, window=3)"
@@ -61,32 +61,32 @@ def test_sizes_and_windows_as_people_write_them():
     assert Rotary(axes=np.int64(2)).axes == 2
 
 
-def test_tokens_that_stand_nowhere_see_all_and_are_seen_by_all():
+def test_prefix_tokens_see_all_and_are_seen_by_all():
     over = Grid(2, 3, window=1, prefix=1)
     mask = over.mask(Sizes((), 1, 7, 7), CPU)
     assert mask[0].all() and mask[:, 0].all()
     assert torch.equal(mask[1:, 1:], torch.eye(6).bool())
-    # a ViT whose patches turn by their places, and [CLS] not at all
+    # a ViT whose patches are rotated by their coordinates; [CLS] is not rotated
     layer = MultiHeadAttention(16, 2, position=Rotary(axes=2))
     x = torch.randn(2, 1 + 12, 16)
     _, heads = layer(x, over=Grid(3, 4, prefix=1))
     plain = MultiHeadAttention(16, 2)
     plain.load_state_dict(layer.state_dict())
-    # the first patch stands at (0, 0) and does not turn either: the ratio of its weight to [CLS]'s own is that of no position
-    turned, still = heads.weights[:, :, 0], plain(x)[1].weights[:, :, 0]
-    assert torch.allclose(turned[..., 1] / turned[..., 0], still[..., 1] / still[..., 0], rtol=1e-4)
-    assert not torch.allclose(turned[..., 2] / turned[..., 0], still[..., 2] / still[..., 0], rtol=1e-4)
+    # the first patch, at (0, 0), is not rotated either: the ratio of its weight to that of [CLS] is the ratio without a position
+    rotated, unrotated = heads.weights[:, :, 0], plain(x)[1].weights[:, :, 0]
+    assert torch.allclose(rotated[..., 1] / rotated[..., 0], unrotated[..., 1] / unrotated[..., 0], rtol=1e-4)
+    assert not torch.allclose(rotated[..., 2] / rotated[..., 0], unrotated[..., 2] / unrotated[..., 0], rtol=1e-4)
     assert heads.around(1).shape == (2, 2, 3, 3)
     assert "on special tokens" in heads.plot(at=0).axes[0].get_title()
 
 
-def test_queries_may_be_fewer():
-    assert Grid(5, 4, stride=2).grid.outputs == (3, 2)
+def test_a_stride_gives_fewer_queries():
+    assert Grid(5, 4, stride=2).lattice.outputs == (3, 2)
     assert seen(Grid(5, 4, window=3, stride=2), (1, 1)) == ["....", ".xxx", ".xxx", ".xxx", "...."]
     assert seen(Grid(3, 3, window=3, stride=3, outputs=(2, 2)), (1, 1)) == ["...", "...", "..x"]
 
 
-def test_an_offset_is_one_point_a_head():
+def test_an_offset_is_one_point_per_head():
     over = Offsets([(0, 0), (-1, 1)], (3, 4))
     assert seen(over, (1, 1), 0) == ["....", ".x..", "...."]
     assert seen(over, (1, 1), 1) == ["..x.", "....", "...."]
@@ -97,7 +97,7 @@ def test_an_offset_is_one_point_a_head():
     assert seen(Offsets([[(0, 0), (0, 1)]], (3, 4)), (2, 3)) == ["....", "....", "...x"]
 
 
-def test_what_they_are_called():
+def test_repr():
     assert repr(Grid(64, 64, window=7)) == "Grid(64, 64, window=7)"
     assert repr(Grid(9, 8, window=(3, 5), dilation=2)) == "Grid(9, 8, window=(3, 5), dilation=2)"
     assert repr(Grid(9, 8, stride=2)) == "Grid(9, 8, stride=2, outputs=(5, 4))"
@@ -116,50 +116,50 @@ def call(over, heads=2, queries=6, keys=6, **more):
         (lambda: Grid(), r"Grid: sizes must be one integer per axis, got \(\)"),
         (lambda: Grid(0, 3), r"Grid: sizes\[0\] must be an integer in \[1, 2147483647\], got 0"),
         (lambda: Grid(4.0), r"Grid: sizes\[0\] must be an integer in \[1, 2147483647\], got 4\.0"),
-        (lambda: Grid(4, 4, window=2), r"Grid: window is 2; it must be odd, for the query to be its middle \(7 reaches 3"),
+        (lambda: Grid(4, 4, window=2), r"Grid: window must be odd, with the query at its centre \(7 reaches 3 to each side\), got 2"),
         (lambda: Grid(4, 4, window=(3, 3, 3)), r"Grid: window must be one integer, or one for each of 2 axes, got \(3, 3, 3\)"),
         (lambda: Grid(4, 4, window=0), r"Grid: window must be an integer in \[1, 2147483647\], got 0"),
-        (lambda: Grid(4, 4, dilation=2), r"Grid: dilation is 2, but there is no window whose points could be apart"),
-        (lambda: call(Grid(2, 4)), r"Grid: 2 x 4 are 8 points, but there are 6 keys; an image \(batch, channels"),
-        (lambda: call(Grid(2, 3, stride=2)), r"Grid: 1 x 2 are 2 points, but there are 6 queries"),
-        (lambda: call(Offsets([(0, 0)], (2, 3))), r"Offsets: there are offsets for 1 heads, but there are 2 heads"),
+        (lambda: Grid(4, 4, dilation=2), r"Grid: dilation must be 1 without a window, got 2; pass window= too"),
+        (lambda: call(Grid(2, 4)), r"Grid: the number of keys must be 8, 2 x 4 points, got 6; an image \(batch, channels"),
+        (lambda: call(Grid(2, 3, stride=2)), r"Grid: the number of queries must be 2, 1 x 2 points, got 6"),
+        (lambda: call(Offsets([(0, 0)], (2, 3))), r"Offsets: offsets must be for 2 heads, got 1"),
         (lambda: Offsets([(0, 0)], (2, 3, 4)), r"Offsets: offsets must be a tensor of integers \(heads, axes\) or \(heads, several, axes\), with 3 axes, got Tensor of torch\.int64 and shape \(1, 2\)"),
         (lambda: Offsets([(0.5, 0)], (2, 3)), r"Offsets: offsets must be a tensor of integers \(heads, axes\) or \(heads, several, axes\), with 2 axes, got Tensor of torch\.float32 and shape \(1, 2\)"),
-        (lambda: Offsets([(0, 0)], (2, 3), padding="constant"), r"Offsets: padding is 'constant'; it must be one of 'zeros', 'repl"),
-        (lambda: call(None, position=Rotary(axes=2)), r"position: Rotary is for a grid of 2 axes, and over is Dense\(\); pass over=Grid\(height, width\)"),
-        (lambda: call(Grid(6), position=Rotary(axes=2)), r"position: Rotary is for a grid of 2 axes, and over is Grid\(6\)"),
-        (lambda: call(Grid(2, 3), position=QuadraticOffset([(0, 0)])), r"QuadraticOffset: num_heads is 1, but there are 2 heads"),
+        (lambda: Offsets([(0, 0)], (2, 3), padding="constant"), r"Offsets: padding must be one of 'zeros', 'replicate', 'circular', 'reflect', got 'constant'"),
+        (lambda: call(None, position=Rotary(axes=2)), r"over must be a Grid of 2 axes for Rotary, got Dense\(\); pass over=Grid\(height, width\)"),
+        (lambda: call(Grid(6), position=Rotary(axes=2)), r"over must be a Grid of 2 axes for Rotary, got Grid\(6\)"),
+        (lambda: call(Grid(2, 3), position=QuadraticOffset([(0, 0)])), r"QuadraticOffset: centres must have one row per head, 2, got 1"),
         (lambda: Rotary(axes=0), r"Rotary: axes must be an integer in \[1, 2147483647\], got 0"),
         (lambda: Rotary(6, axes=2), "Rotary: dim must be a multiple of 4, two for each of 2 axes, got 6"),
-        (lambda: MultiHeadAttention(12, 2, position=Rotary(axes=2)), r"Rotary: head_dim is 6; it must be a multiple of 4"),
-        (lambda: RelativeBias(2, window=(4, 3)), r"RelativeBias: window must be one odd number per axis, got \(4, 3\); \(7,\) is for a line, \(7, 7\) for an image"),
+        (lambda: MultiHeadAttention(12, 2, position=Rotary(axes=2)), r"Rotary: head_dim must be a multiple of 4, two for each of 2 axes, got 6"),
+        (lambda: RelativeBias(2, window=(4, 3)), r"RelativeBias: window must be one odd integer per axis, got \(4, 3\); \(7,\) is for a line, \(7, 7\) for an image"),
         (lambda: RelativeBias(2, window=7), r"RelativeBias: window must be a list of integers in \[1, 2147483647\], got 7; \(7,\) is for a line, \(7, 7\) for an image"),
         (lambda: QuadraticOffset([0.0, 1.0]), r"QuadraticOffset: centres must be finite numbers \(heads, axes\), got Tensor of torch\.float32 and shape \(2,\)"),
         (lambda: QuadraticOffset([(0.0, float("nan"))]), r"QuadraticOffset: centres must be finite numbers \(heads, axes\), got Tensor of torch\.float32 and shape \(1, 2\)"),
-        (lambda: QuadraticOffset([(0.0,)], padding="same"), r"QuadraticOffset: padding is 'same'; it must be one of"),
-        (lambda: Graph(torch.zeros(2, 1).long(), 6) & Offsets([(0, 0), (0, 1)], (2, 3)), r"differs from head to head"),
-        (lambda: Grid(8, stride=2) & Causal(), r"&: Causal\(\) counts queries along the keys, but those of Grid\(8, stride=2"),
+        (lambda: QuadraticOffset([(0.0,)], padding="same"), r"QuadraticOffset: padding must be one of .*, got 'same'"),
+        (lambda: Graph(torch.zeros(2, 1).long(), 6) & Offsets([(0, 0), (0, 1)], (2, 3)), r"differs by head"),
+        (lambda: Grid(8, stride=2) & Causal(), r"&: Causal\(\) counts queries along the keys, but the queries of Grid\(8, stride=2"),
         (lambda: Window(2) & Offsets([(0,)], (8,), stride=2), r"&: Window\(left=2, right=2\) counts queries along the keys"),
-        (lambda: Grid(2, 3) & Grid(3, 2), r"&: Grid\(2, 3\) and Grid\(3, 2\) are joined, whose items stand on different grids"),
-        (lambda: call(Grid(6, stride=2), queries=3, position=Rotary()), r"position: Rotary counts queries along the keys, .* such as Rotary\(axes=2\)"),
-        (lambda: Grid((8, 8), 7), r"Grid: sizes is \(\(8, 8\), 7\); the window is passed by its name: Grid\(\(8, 8\), window=…\)"),
-        (lambda: Grid(torch.ones(2, 3, 8, 8), window=3), r"Grid: sizes is something of shape \(2, 3, 8, 8\); pass the sizes of an image: Grid\(\*image.shape"),
-        (lambda: Grid(np.array([8, 8])), r"Grid: sizes is something of shape \(2,\)"),
-        (lambda: call(Grid(2, 3, stride=2)), r"there are 6 queries; with a stride, pass the points that ask as query"),
-        (lambda: MultiHeadAttention(8, 2)(torch.ones(1, 8, 5, 5)), r"query: its shape is \(1, 8, 5, 5\); it must be \(..., items, 8\); an image becomes items by query.flatten"),
+        (lambda: Grid(2, 3) & Grid(3, 2), r"&: all parts must be on one grid, got Grid\(2, 3\) and Grid\(3, 2\)"),
+        (lambda: call(Grid(6, stride=2), queries=3, position=Rotary()), r"position must have axes for Grid.* such as Rotary\(axes=2\)"),
+        (lambda: Grid((8, 8), 7), r"Grid: sizes must be integers or one sequence of them, got \(\(8, 8\), 7\); pass the window by name: Grid\(\(8, 8\), window=…\)"),
+        (lambda: Grid(torch.ones(2, 3, 8, 8), window=3), r"Grid: sizes must be integers, got an array of shape \(2, 3, 8, 8\); pass the sizes of an image: Grid\(\*image.shape"),
+        (lambda: Grid(np.array([8, 8])), r"Grid: sizes must be integers, got an array of shape \(2,\)"),
+        (lambda: call(Grid(2, 3, stride=2)), r"the number of queries must be 2, .*got 6; with a stride, pass every second point as query"),
+        (lambda: MultiHeadAttention(8, 2)(torch.ones(1, 8, 5, 5)), r"query must have shape \(..., items, 8\), got \(1, 8, 5, 5\); pass an image as query.flatten"),
         (lambda: Grid(2, 3, prefix=-1), r"Grid: prefix must be an integer in \[0, 2147483647\], got -1"),
-        (lambda: Grid(4, stride=2, prefix=1), r"Grid: prefix is 1, but queries that are not the keys have no tokens before them"),
-        (lambda: call(Grid(1, 5)), r"Grid: 1 x 5 are 5 points, but there are 6 keys; for tokens such as \[CLS\] in front pass prefix=1"),
-        (lambda: call(Grid(2, 3, prefix=1)), r"Grid: 2 x 3 are 6 points and 1 before them, but there are 6 keys"),
+        (lambda: Grid(4, stride=2, prefix=1), r"Grid: prefix must be 0 with a stride or outputs, got 1; prefix tokens are both queries and keys"),
+        (lambda: call(Grid(1, 5)), r"Grid: the number of keys must be 5, 1 x 5 points, got 6; for tokens such as \[CLS\] in front pass prefix=1"),
+        (lambda: call(Grid(2, 3, prefix=1)), r"Grid: the number of keys must be 7, 2 x 3 points and a prefix of 1, got 6"),
         (lambda: Offsets([(True, False)], (2, 3)), r"Offsets: offsets must be a tensor of integers \(heads, axes\) or \(heads, several, axes\), with 2 axes, got Tensor of torch\.bool and shape \(1, 2\)"),
         (lambda: Offsets(None, (2, 3)), r"Offsets: offsets must be a tensor of integers \(heads, axes\) or \(heads, several, axes\), with 2 axes, got None"),
         (lambda: Offsets([[(0, 0)], [(0, 0), (1, 1)]], (2, 3)), r"Offsets: offsets must be a tensor of integers \(heads, axes\) or \(heads, several, axes\), with 2 axes, got \[\[\(0, 0\)\], \[\(0, 0\), \(1, 1\)\]\]"),
         (lambda: RelativeBias(2, window=(True, 3)), r"RelativeBias: window\[0\] must be an integer in \[1, 2147483647\], got True; \(7,\) is for a line, \(7, 7\) for an image"),
         (lambda: QuadraticOffset([(0.0,)], alpha="x"), r"QuadraticOffset: alpha must be a number in \(0, inf\), got 'x'"),
-        (lambda: MultiHeadAttention(8, 2, position=Rotary(axes=2)).project_kv(torch.ones(1, 6, 8)), r"project_kv: Rotary is for a grid"),
+        (lambda: MultiHeadAttention(8, 2, position=Rotary(axes=2)).project_kv(torch.ones(1, 6, 8)), r"project_kv works for positions along a sequence, got Rotary"),
     ],
 )  # fmt: skip
-def test_messages(make, message):
+def test_invalid_arguments_are_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make()
 
@@ -170,16 +170,16 @@ def test_a_grid_filters_a_graph():
 
 
 @pytest.mark.parametrize("over", [Grid(4, 5, window=3), Grid(4, 5), Grid(2, 9, prefix=2), Grid(20)], ids=repr)
-def test_distances_on_a_grid_are_those_of_points(over):
+def test_distances_on_a_grid_are_between_points(over):
     torch.manual_seed(0)
-    lattice = over.grid
+    lattice = over.lattice
     points = lattice.keys(CPU).float()
-    apart = torch.cdist(points, points)
-    apart[: lattice.prefix] = apart[:, : lattice.prefix] = 0
+    distance = torch.cdist(points, points)
+    distance[: lattice.prefix] = distance[:, : lattice.prefix] = 0
     layer = MultiHeadAttention(8, 2)
     x = torch.randn(2, 20, 8)
     _, heads = layer(x, over=over)
-    assert torch.allclose(heads.distance(), (heads.weights * apart).sum(-1), atol=1e-5)
+    assert torch.allclose(heads.distance(), (heads.weights * distance).sum(-1), atol=1e-5)
     with torch.no_grad():
         assert torch.allclose(layer(x, over=over)[1].distance(), heads.distance(), atol=1e-5)
     head = MultiHeadAttention(8, 2)(torch.randn(1, 64, 8), over=Offsets([(1, 1), (0, 1)], (8, 8)))[1].distance()
@@ -191,8 +191,8 @@ def test_equal_grids_are_equal():
     assert Grid(4, 5) != Grid(5, 4) and Grid(4, 5) != Grid(4, 5, prefix=1) and Grid(4, 5) != "Grid(4, 5)"
 
 
-def test_pairs_of_one_distance_are_told_apart():
-    # differences of items' numbers tell the difference along each axis while a window fits into a row
+def test_a_difference_of_indices_determines_the_offset():
+    # as long as a window fits into a row
     for over in (
         Grid(4, 5, window=3),
         Grid(3, 4, 7, window=(3, 3, 5)),
@@ -200,7 +200,7 @@ def test_pairs_of_one_distance_are_told_apart():
         Grid(4, 9, window=3, dilation=3),
     ):
         assert over.offset_is_unique
-        points = over.grid.keys(CPU)
+        points = over.lattice.keys(CPU)
         key, query = over.pairs(CPU)
         assert torch.equal(over.offset_of(key - query), points[key] - points[query])
     assert not Grid(4, 5, window=(3, 7)).offset_is_unique and not Grid(4, 5).offset_is_unique
@@ -209,17 +209,17 @@ def test_pairs_of_one_distance_are_told_apart():
 @pytest.mark.parametrize(
     "over", [Grid(3, 4, window=3), Offsets([(0, 1), (1, 0)], (3, 4)), Grid(3, 4) & Padding([5])], ids=repr
 )
-def test_they_are_plain_values(over):
+def test_they_can_be_copied_pickled_compiled_and_vmapped(over):
     q = torch.randn(1, 2, 12, 4)
-    wanted = attend(q, q, q, over=over)
+    expected = attend(q, q, q, over=over)
     for other in (copy.deepcopy(over), pickle.loads(pickle.dumps(over)), pytree.tree_map(lambda x: x, over)):
         assert repr(other) == repr(over)
-        assert torch.equal(attend(q, q, q, over=other), wanted)
+        assert torch.equal(attend(q, q, q, over=other), expected)
     compiled = torch.compile(lambda q: attend(q, q, q, over=over), fullgraph=True, backend="aot_eager")
-    assert torch.allclose(compiled(q), wanted, atol=1e-6)
+    assert torch.allclose(compiled(q), expected, atol=1e-6)
     assert torch.allclose(
         torch.vmap(lambda q: attend(q, q, q, over=over))(q[None].expand(2, *q.shape)),
-        wanted.expand(2, *wanted.shape),
+        expected.expand(2, *expected.shape),
         atol=1e-6,
     )
 
@@ -240,8 +240,8 @@ def test_a_layer_over_a_window_equals_one_under_its_mask(score):
 
 
 @pytest.mark.parametrize("position", [Rotary(axes=2), RelativeBias(2, window=(5, 5)), QuadraticOffset([(0, 1), (1, 0.5)], alpha=0.5)], ids=lambda p: type(p).__name__)  # fmt: skip
-def test_positions_on_a_grid_know_only_how_far_points_are_apart(position):
-    """What a query sees of one and the same patch does not depend on where the patch lies."""
+def test_positions_on_a_grid_depend_on_offsets_only(position):
+    """The output at the centre of a patch does not depend on where the patch lies."""
     torch.manual_seed(0)
     patch = torch.randn(1, 2, 3, 3, 8)
     outputs = []
@@ -272,7 +272,7 @@ def test_rotary_along_one_axis_is_rotary_along_a_sequence():
     )
 
 
-def test_a_whole_grid_is_everyone():
+def test_a_grid_without_a_window_is_dense():
     q = torch.randn(2, 3, 35, 8)
     assert torch.equal(attend(q, q, q, over=Grid(5, 7)), attend(q, q, q, over=Dense()))
     assert explain(q, q, q, over=Grid(5, 7)).kernel == explain(q, q, q).kernel

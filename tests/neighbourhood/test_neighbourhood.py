@@ -1,4 +1,4 @@
-"""Who may attend to whom, in small pictures and in messages."""
+"""Masks of neighbourhoods in small pictures, and error messages."""
 
 import pytest
 import torch
@@ -35,12 +35,12 @@ def test_padding_right_left_and_of_queries():
     assert picture(Padding(left, queries=True), 1, 3, (1,)) == [".xx"]
 
 
-def test_segments_within_a_row_and_across():
+def test_segments_of_keys_and_of_queries():
     assert picture(Segments(torch.tensor([0, 0, 1])), 3, 3) == ["xx.", "xx.", "..x"]
     assert picture(Segments(torch.tensor([0, 0, 1]), torch.tensor([1, 7])), 2, 3) == ["..x", "..."]
 
 
-def test_both_is_what_each_allows():
+def test_an_intersection_allows_what_every_part_allows():
     over = Causal() & Window(1) & Padding(torch.tensor([3]))
     assert picture(over, 4, 4, (1,)) == ["x...", "xx..", ".xx.", "..x."]
     assert repr(Dense() & Causal()) == "Causal()"
@@ -70,45 +70,54 @@ def call(over, batch=3, heads=4, queries=5, keys=7):
             lambda: Padding(torch.tensor([1.0])),
             r"Padding: lengths_or_keep must be a tensor of integer lengths, or of bool \(\.\.\., keys\) that is True where a key is real, got Tensor of torch\.float32 and shape \(1,\)",
         ),
-        (lambda: Padding([-1]), r"Padding: a length is -1; lengths must be 0 or more"),
-        (lambda: call(Padding([1, 8, 2])), r"Padding: a length is 8, but there are only 7 keys"),
-        (lambda: call(Padding([1, 2])), r"Padding: its rows have shape \(2,\), but the batch has \(3,\)"),
-        (lambda: call(Padding(torch.ones(3, 6).bool())), r"Padding: keep covers 6 keys, but there are 7"),
+        (lambda: Padding([-1]), r"Padding: lengths must be 0 or more, got -1"),
+        (lambda: call(Padding([1, 8, 2])), r"Padding: lengths must be at most the number of keys, 7, got 8"),
+        (lambda: call(Padding([1, 2])), r"Padding: its leading axes must broadcast to the batch \(3,\), got \(2,\)"),
+        (lambda: call(Padding(torch.ones(3, 6).bool())), r"Padding: keep must cover 7 keys, got 6"),
         (
             lambda: Segments(torch.rand(3)),
             r"Segments: ids must be a tensor of integers \(\.\.\., items\), got Tensor of torch\.float32 and shape \(3,\)",
         ),
-        (lambda: call(Segments(torch.zeros(6).long())), r"Segments: ids covers 6 keys, but there are 7"),
+        (lambda: call(Segments(torch.zeros(6).long())), r"Segments: ids must cover 7 keys, got 6"),
         (
             lambda: call(Segments(torch.zeros(7).long(), torch.zeros(4).long())),
-            r"Segments: query_ids covers 4 queries, but there are 5",
+            r"Segments: query_ids must cover 5 queries, got 4",
         ),
         (
             lambda: call(Segments(torch.zeros(5).long()), queries=7, keys=5),
-            r"Segments: 7 queries are more than the 5 keys; pass their own ids as query_ids",
+            r"Segments: the queries must be among the 5 keys, got 7 queries; pass their ids as query_ids",
         ),
         (
             lambda: call(torch.zeros(5, 7)),
-            r"Mask: keep is torch.float32; it must be bool.*pass them as bias=.*keep = mask == 0",
+            r"Mask: keep must be bool.*got torch.float32; .*pass bias=.*keep = mask == 0",
         ),
-        (lambda: call(torch.full((5, 7), 2)), r"Mask: keep is torch.int64 with values other than 0 and 1"),
-        (lambda: call(torch.ones(7).bool()), r"Mask: keep has shape \(7,\); it must end in \(queries, keys\).*Padding"),
+        (
+            lambda: call(torch.full((5, 7), 2)),
+            r"Mask: keep must be bool, or 0 and 1 .*got torch.int64 with other values",
+        ),
+        (
+            lambda: call(torch.ones(7).bool()),
+            r"Mask: keep must have shape \(..., queries, keys\), got \(7,\); .*Padding",
+        ),
         (
             lambda: call(torch.ones(3, 7).bool()),
-            r"reads as \(batch, keys\).*use Padding\(keep\), True = a real key.*Padding\(~mask\)",
+            r"looks like \(batch, keys\).*use Padding\(keep\), True = a real key.*Padding\(~mask\)",
         ),
-        (lambda: call(torch.ones(3, 5, 7).bool()), r"reads as \(batch, queries, keys\); unsqueeze\(1\)"),
-        (lambda: call(torch.ones(4, 5, 7).bool(), batch=4), r"as many heads as rows.*unsqueeze\(1\).*keep\[None\]"),
+        (lambda: call(torch.ones(3, 5, 7).bool()), r"looks like \(batch, queries, keys\); keep\.unsqueeze\(1\)"),
+        (
+            lambda: call(torch.ones(4, 5, 7).bool(), batch=4),
+            r"where batch and heads have the same size, got \(4, 5, 7\).*unsqueeze\(1\).*keep\[None\]",
+        ),
         (
             lambda: call(torch.ones(5, 6).bool()),
-            r"Mask: keep has shape \(5, 6\); it must broadcast to .* = \(3, 4, 5, 7\)",
+            r"Mask: keep must broadcast to .* = \(3, 4, 5, 7\), got shape \(5, 6\)",
         ),
         (lambda: call(torch.ones(12, 5, 7).bool()), r"splits batch and heads"),
-        (lambda: call(torch.tensor([[3, 4, 5]])), r"Lengths go to Padding\(lengths\)"),
-        (lambda: call(Causal), r"over: got the class Causal; pass a neighbourhood such as Causal\(\)"),
-        (lambda: call("causal"), r"over: got str; pass a neighbourhood such as Causal\(\)"),
+        (lambda: call(torch.tensor([[3, 4, 5]])), r"for lengths use Padding\(lengths\)"),
+        (lambda: call(Causal), r"over must be a neighbourhood such as Causal\(\) .*, got the class Causal"),
+        (lambda: call("causal"), r"over must be a neighbourhood such as Causal\(\) .*, got str"),
     ],
 )
-def test_messages(make, message):
+def test_invalid_arguments_are_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make()

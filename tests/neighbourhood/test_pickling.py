@@ -1,4 +1,4 @@
-"""What is copied or read from a file is what was written, and is checked as what is constructed."""
+"""Neighbourhoods that are copied, pickled and read from files: equal to the original, and checked like constructor arguments."""
 
 import copy
 import io
@@ -36,7 +36,7 @@ def graph(**options):
     return Graph(PAIRS, 6, **options)
 
 
-# each for six queries and keys in two heads of two rows
+# each for six queries and keys, two heads and a batch of two
 NEIGHBOURHOODS = {
     "dense": Dense,
     "causal": Causal,
@@ -97,42 +97,42 @@ def result(over):
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", NEIGHBOURHOODS)
-def test_a_copy_is_what_it_is_a_copy_of(name, way):
+def test_a_copy_equals_the_original(name, way):
     if name == "rows" and way == "weights only":
         pytest.skip("slices are not weights")
     over = NEIGHBOURHOODS[name]()
     again = WAYS[way](over)
     assert type(again) is type(over) and again is not over and repr(again) == repr(over)
-    # an exported program takes it where it takes the other
-    (given, wanted), (found, known) = pytree.tree_flatten(over), pytree.tree_flatten(again)
-    assert known == wanted and list(vars(again)) == list(vars(over))
-    for a, b in zip(given, found, strict=True):
+    # an exported program accepts the copy in place of the original
+    (leaves, structure), (copied, copied_structure) = pytree.tree_flatten(over), pytree.tree_flatten(again)
+    assert copied_structure == structure and list(vars(again)) == list(vars(over))
+    for a, b in zip(leaves, copied, strict=True):
         assert torch.equal(a, b) and a.dtype == b.dtype
     torch.testing.assert_close(result(again), result(over), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("way", ["deepcopy", "pickle", "weights only"])
-def test_nobody_else_holds_the_ids_of_a_copy(way):
+def test_the_ids_of_a_copy_are_not_shared(way):
     over = {"graph": graph(), "offsets": Offsets([[0, 1], [1, 0]], (2, 3))}
-    over |= {"order": over["graph"].csr, "index": over["offsets"].index}
+    over |= {"csr": over["graph"].csr, "index": over["offsets"].index}
     again = WAYS[way](over)
-    for ids in (*again["order"], again["index"]):
+    for ids in (*again["csr"], again["index"]):
         ids.fill_(2**30)
     torch.testing.assert_close(result(again["graph"]), result(graph()))
     assert torch.equal(again["offsets"].index, over["offsets"].index)
 
 
-def written(kind, **state):
-    """One of a kind with these attributes, as a file may say: nothing was checked."""
+def unchecked(kind, **state):
+    """An object with these attributes, unchecked, as a file may hold it."""
     over = object.__new__(kind)
     vars(over).update(state)
     return over
 
 
-def orderless(**changed):
-    """What release 0.6.0 writes for a graph, with some of its arrays changed."""
-    order = CSR(*(x.clone() for x in graph().csr))._replace(**changed)
-    return {"sources": 6, "destinations": 6, "csr": order, "features": None, "weights": None, "edge_ids": None}
+def graph_state(**changed):
+    """The state of a pickled graph, with some of its arrays changed."""
+    csr = CSR(*(x.clone() for x in graph().csr))._replace(**changed)
+    return {"sources": 6, "destinations": 6, "csr": csr, "features": None, "weights": None, "edge_ids": None}
 
 
 def int32(*numbers):
@@ -145,46 +145,46 @@ OFFSETS = {
     "sizes": (2, 3), "stride": (1, 1), "outputs": (2, 3), "padding": "zeros", "heads": 1, "several": 1, "by_head": False,
     "index": INDEX,
 }  # fmt: skip
-STRETCH = {"queries": None, "keep": None, "keys": 6, "exact": True}
+RUN = {"queries": None, "keep": None, "keys": 6, "exact": True}
 
 
-def test_what_an_earlier_release_wrote_is_read():
-    """Its pickles hold the attributes of a neighbourhood, as they do now."""
+def test_pickled_states_of_earlier_releases_are_read():
+    """A pickle holds the attributes of a neighbourhood, then and now."""
     old = [
-        (written(Graph, **orderless()), graph()),
-        (written(Grid, **GRID, full=False, exact=False), Grid(2, 3, window=(1, 3))),
-        (written(Offsets, **OFFSETS), Offsets([[0, 1]], (2, 3))),
-        (written(Window, left=2, right=1), Window(2, 1)),
-        (written(Causal, left=None, right=0), Causal()),
+        (unchecked(Graph, **graph_state()), graph()),
+        (unchecked(Grid, **GRID, full=False, exact=False), Grid(2, 3, window=(1, 3))),
+        (unchecked(Offsets, **OFFSETS), Offsets([[0, 1]], (2, 3))),
+        (unchecked(Window, left=2, right=1), Window(2, 1)),
+        (unchecked(Causal, left=None, right=0), Causal()),
         (
-            written(Padding, **STRETCH, first=torch.tensor([0, 1]), stop=torch.tensor([2, 6])),
+            unchecked(Padding, **RUN, first=torch.tensor([0, 1]), stop=torch.tensor([2, 6])),
             Padding(torch.tensor([[1, 1, 0, 0, 0, 0], [0, 1, 1, 1, 1, 1]]).bool()),
         ),
-        (written(Segments, ids=IDS, query_ids=None, exact=True, along_keys=True), Segments(IDS)),
-        (written(Mask, keep=HOLES[None, :, None], by_head=False, _pairs=False), Mask(HOLES[None, :, None])),
+        (unchecked(Segments, ids=IDS, query_ids=None, exact=True, along_keys=True), Segments(IDS)),
+        (unchecked(Mask, keep=HOLES[None, :, None], by_head=False, _pairs=False), Mask(HOLES[None, :, None])),
     ]
-    for given, wanted in old:
-        again = loaded(given)
-        assert repr(again) == repr(wanted)
-        assert pytree.tree_structure(again) == pytree.tree_structure(wanted)
-        for a, b in zip(pytree.tree_leaves(again), pytree.tree_leaves(wanted), strict=True):
+    for pickled, expected in old:
+        again = loaded(pickled)
+        assert repr(again) == repr(expected)
+        assert pytree.tree_structure(again) == pytree.tree_structure(expected)
+        for a, b in zip(pytree.tree_leaves(again), pytree.tree_leaves(expected), strict=True):
             assert torch.equal(a, b)
 
 
-WRONG = {
-    "a source": (Graph, orderless(indices=int32(0, 1, 2, 6, 0, 5, 3)), r"csr.indices must hold numbers in \[0, 6\), got 0 to 6"),
-    "a negative edge": (Graph, orderless(edge_id=int32(-1, 1, 2, 3, 4, 5, 6)), "csr.edge_id must hold numbers"),
-    "an edge twice": (Graph, orderless(edge_id=int32(0, 0, 2, 3, 4, 5, 6)), "csr.edge_id must hold each number in"),
-    "falling starts": (Graph, orderless(indptr=int32(0, 3, 5, 4, 5, 6, 7)), "csr.indptr must rise from 0 to 7"),
-    "a start too many": (Graph, orderless(out_indptr=int32(0, 1, 2, 3, 4, 5, 6, 7)), "csr.out_indptr must be int32 of shape"),
-    "wide ids": (Graph, orderless(indices=torch.zeros(7, dtype=torch.long)), "csr.indices must be int32"),
-    "another order": (Graph, orderless(out_slot=int32(6, 5, 4, 3, 2, 1, 0)), "sorted by destination and by source"),
-    "five arrays": (Graph, {**orderless(), "csr": tuple(orderless()["csr"])[:5]}, "its pickled state"),
-    "no order": (Graph, {"sources": 6, "destinations": 6}, "its pickled state must be one that Graph writes, got sources"),
-    "negative nodes": (Graph, {**orderless(), "sources": -1}, "csr.out_indptr must be int32 of shape"),
-    "rows of features": (Graph, {**orderless(), "features": torch.rand(3, 2)}, "features"),
-    "words for weights": (Graph, {**orderless(), "weights": "all"}, "weights|pickled state"),
-    "edge_ids": (Graph, {**orderless(), "edge_ids": torch.zeros(3)}, "edge_ids must be integers"),
+INVALID = {
+    "a source": (Graph, graph_state(indices=int32(0, 1, 2, 6, 0, 5, 3)), r"csr.indices must hold numbers in \[0, 6\), got 0 to 6"),
+    "a negative edge": (Graph, graph_state(edge_id=int32(-1, 1, 2, 3, 4, 5, 6)), "csr.edge_id must hold numbers"),
+    "an edge twice": (Graph, graph_state(edge_id=int32(0, 0, 2, 3, 4, 5, 6)), "csr.edge_id must hold each number in"),
+    "decreasing indptr": (Graph, graph_state(indptr=int32(0, 3, 5, 4, 5, 6, 7)), "csr.indptr must increase from 0 to 7"),
+    "a long indptr": (Graph, graph_state(out_indptr=int32(0, 1, 2, 3, 4, 5, 6, 7)), "csr.out_indptr must be contiguous int32 of shape"),
+    "int64 ids": (Graph, graph_state(indices=torch.zeros(7, dtype=torch.long)), "csr.indices must be contiguous int32"),
+    "another order": (Graph, graph_state(out_slot=int32(6, 5, 4, 3, 2, 1, 0)), "sorted by destination and by source"),
+    "five arrays": (Graph, {**graph_state(), "csr": tuple(graph_state()["csr"])[:5]}, "its pickled state"),
+    "no csr": (Graph, {"sources": 6, "destinations": 6}, "its pickled state must be one that Graph writes, got sources"),
+    "negative nodes": (Graph, {**graph_state(), "sources": -1}, "csr.out_indptr must be contiguous int32 of shape"),
+    "rows of features": (Graph, {**graph_state(), "features": torch.rand(3, 2)}, "features"),
+    "a string for weights": (Graph, {**graph_state(), "weights": "all"}, "weights|pickled state"),
+    "edge_ids": (Graph, {**graph_state(), "edge_ids": torch.zeros(3)}, "edge_ids must be integers"),
     "negative dilation": (Grid, {**GRID, "dilation": (-1, -1)}, "dilation"),
     "no dilation": (Grid, {**GRID, "dilation": (0, 0)}, "dilation"),
     "an even window": (Grid, {**GRID, "window": (2, 2)}, "window"),
@@ -192,21 +192,21 @@ WRONG = {
     "negative outputs": (Grid, {**GRID, "outputs": (-2, 3)}, "outputs"),
     "a negative prefix": (Grid, {**GRID, "prefix": -1}, "prefix"),
     "half a grid": (Grid, {"sizes": (2, 3)}, "its pickled state must be one that Grid writes, got sizes"),
-    "a key beyond": (Offsets, {**OFFSETS, "index": INDEX + 1}, "index must lie from -1 to 5, got 0 to 6"),
-    "a key before": (Offsets, {**OFFSETS, "index": INDEX - 1}, "index must lie from -1 to 5, got -2 to 4"),
+    "a key beyond": (Offsets, {**OFFSETS, "index": INDEX + 1}, r"index must be in \[-1, 5\], got 0 to 6"),
+    "a key before": (Offsets, {**OFFSETS, "index": INDEX - 1}, r"index must be in \[-1, 5\], got -2 to 4"),
     "another index": (Offsets, {**OFFSETS, "index": INDEX[:, :4]}, r"index must be int64 \(heads, 6, several\)"),
     "an index of floats": (Offsets, {**OFFSETS, "index": INDEX.float()}, "index must be int64"),
     "a key twice": (Offsets, {**OFFSETS, "index": INDEX.expand(1, 6, 2)}, "index must name a key once"),
     "a padding": (Offsets, {**OFFSETS, "padding": "marmalade"}, "padding"),
     "no stride": (Offsets, {**OFFSETS, "stride": (0, 1)}, "stride"),
     "a negative window": (Window, {"left": -1, "right": 2}, "left"),
-    "words for a window": (Window, {"left": "a", "right": "b"}, "left"),
-    "a causal window": (Causal, {"left": 3, "right": 0}, "must reach from the first key"),
-    "a length": (Padding, {**STRETCH, "keys": None, "first": INDEX, "stop": torch.tensor([-3])}, "length"),
-    "a stretch": (Padding, {**STRETCH, "first": torch.tensor([0]), "stop": torch.tensor([7])}, "first and stop must lie from 0 to 6"),
-    "an end before": (Padding, {**STRETCH, "first": torch.tensor([4]), "stop": torch.tensor([2])}, "first and stop must lie"),
-    "two shapes": (Padding, {**STRETCH, "first": torch.tensor(4), "stop": torch.tensor([5])}, "first and stop must lie"),
-    "numbers to keep": (Padding, {**STRETCH, "keep": IDS, "first": INDEX, "stop": INDEX}, "keep must be bool"),
+    "strings for a window": (Window, {"left": "a", "right": "b"}, "left"),
+    "a causal window": (Causal, {"left": 3, "right": 0}, "its pickled state must be left=None and right=0"),
+    "a length": (Padding, {**RUN, "keys": None, "first": INDEX, "stop": torch.tensor([-3])}, "length"),
+    "a run beyond the keys": (Padding, {**RUN, "first": torch.tensor([0]), "stop": torch.tensor([7])}, r"first and stop must be in \[0, 6\]"),
+    "an end before": (Padding, {**RUN, "first": torch.tensor([4]), "stop": torch.tensor([2])}, "first and stop must be in"),
+    "two shapes": (Padding, {**RUN, "first": torch.tensor(4), "stop": torch.tensor([5])}, "first and stop must be in"),
+    "numbers to keep": (Padding, {**RUN, "keep": IDS, "first": INDEX, "stop": INDEX}, "keep must be bool"),
     "ids": (Segments, {"ids": torch.rand(3), "query_ids": None}, "ids"),
     "a float mask": (Mask, {"keep": torch.rand(1, 3, 3), "_pairs": True}, "keep"),
     "parts": (Both, {"parts": (torch.rand(3),)}, "parts must be neighbourhoods"),
@@ -215,27 +215,27 @@ WRONG = {
 
 
 @pytest.mark.parametrize("read", ["pickle", "weights only", "deepcopy"])
-@pytest.mark.parametrize("name", WRONG)
-def test_what_could_not_be_constructed_is_not_read(name, read):
-    kind, state, words = WRONG[name]
-    with pytest.raises(ValueError, match=words):
-        WAYS[read](written(kind, **state))
+@pytest.mark.parametrize("name", INVALID)
+def test_an_invalid_state_is_refused(name, read):
+    kind, state, message = INVALID[name]
+    with pytest.raises(ValueError, match=message):
+        WAYS[read](unchecked(kind, **state))
 
 
-def test_a_state_of_another_kind():
+def test_a_state_that_is_not_a_dict_is_refused():
     with pytest.raises(ValueError, match="its pickled state must be one that Window writes, got list"):
         object.__new__(Window).__setstate__([3])
 
 
-def test_what_follows_from_the_rest_is_not_read():
-    causal = loaded(written(Causal, left=None, right=0, full=True, exact=False, check=3))
+def test_derived_flags_are_computed_and_not_read():
+    causal = loaded(unchecked(Causal, left=None, right=0, full=True, exact=False, check=3))
     assert not causal.full and causal.exact and callable(causal.check)
-    segments = loaded(written(Segments, ids=torch.tensor([0, 1, 0]), query_ids=None, exact=True))
+    segments = loaded(unchecked(Segments, ids=torch.tensor([0, 1, 0]), query_ids=None, exact=True))
     assert not segments.exact
 
 
 class Even(Neighbourhood):
-    """Somebody's own."""
+    """A neighbourhood of another package."""
 
     def __init__(self, step):
         self.step, self.exact = step, False
@@ -245,7 +245,7 @@ class Even(Neighbourhood):
 
 
 class Narrow(Window):
-    """Somebody's own window."""
+    """A window of another package."""
 
     def __init__(self, name):
         super().__init__(1)
@@ -253,7 +253,7 @@ class Narrow(Window):
 
 
 @pytest.mark.parametrize("way", ["copy", "deepcopy", "pickle", "processes"])
-def test_what_callers_add_is_kept(way):
+def test_attributes_that_callers_add_are_copied(way):
     marked = graph()
     marked.name = "a graph of mine"
     for over in (marked, Even(2), Narrow("mine")):
@@ -263,12 +263,12 @@ def test_what_callers_add_is_kept(way):
     assert WAYS[way](Narrow("mine")).name == "mine" and not WAYS[way](Narrow("mine")).exact
 
 
-def test_a_graph_without_numbers_is_copied():
+def test_a_graph_on_the_meta_device_is_copied():
     again = copy.deepcopy(graph(weights=torch.rand(7)).to("meta"))
     assert again.csr.indices.is_meta and again.num_edges == 7
 
 
-def test_what_torch_may_load_as_weights():
+def test_the_classes_that_weights_only_accepts():
     ours = {x for x in torch.serialization.get_safe_globals() if getattr(x, "__module__", "").startswith("polyhead")}
     assert ours == {Dense, Causal, Window, Padding, Segments, Mask, Both, Graph, CSR, Grid, Offsets}
     with pytest.raises(pickle.UnpicklingError, match="GATv2"):

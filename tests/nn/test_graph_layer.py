@@ -1,4 +1,4 @@
-"""The layer on graphs: ties between projections, biases, residuals, the paper's dropouts, sparse inputs."""
+"""The layer on graphs: shared projections, biases, residuals, dropouts of the GAT paper, sparse inputs."""
 
 import copy
 import gc
@@ -8,14 +8,14 @@ import torch
 import torch.nn.functional as F
 
 from polyhead import GAT, Causal, Dense, Dot, GATv2, Graph, Mask, MultiHeadAttention, Padding, Score
-from polyhead.nn import projection_inputs as inputs
-from polyhead.nn.projection_inputs import dropout
+from polyhead.nn import projection_inputs
+from polyhead.nn.projection_inputs import dropout_16bit
 
 PAIRS = torch.tensor([[0, 1, 2, 2, 0, 4, 3], [1, 0, 0, 1, 0, 3, 4]])
 GRAPH = Graph(PAIRS, 6)
 
 
-def test_a_score_declares_what_is_shared():
+def test_scores_declare_shared_projections():
     gat = MultiHeadAttention(6, num_heads=2, score="gat")
     assert gat.q_proj is None
     assert gat.v_proj is None
@@ -35,25 +35,25 @@ def test_a_score_declares_what_is_shared():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"score": "gat", "value_dim": 5}, "value_dim: it is 5, but head_dim is 3.*GAT has one projection"),
-        ({"score": "gatv2", "d_value": 5}, "d_value: it is 5, but d_key is 6"),
-        ({"score": "gat", "d_key": 5}, "d_key: it is 5, but d_model is 6"),
-        ({"score": "gat", "kv_heads": 1}, "kv_heads: it is 1, but num_heads is 2"),
-        ({"score": GAT(3, 3)}, "GAT is for 3 heads of 3 features, but there are 2 of 3"),
-        ({"score": "gatv3"}, "score: it is 'gatv3'; it must be 'dot', 'gat', 'gatv2' or a Score"),
+        ({"score": "gat", "value_dim": 5}, "value_dim must equal head_dim = 3, got 5: GAT has one projection"),
+        ({"score": "gatv2", "d_value": 5}, "d_value must equal d_key = 6, got 5"),
+        ({"score": "gat", "d_key": 5}, "d_key must equal d_model = 6, got 5"),
+        ({"score": "gat", "kv_heads": 1}, "kv_heads must equal num_heads = 2, got 1"),
+        ({"score": GAT(3, 3)}, "GAT must be for 2 heads of 3 features, got one for 3 heads of 3"),
+        ({"score": "gatv3"}, "score must be 'dot', 'gat', 'gatv2' or a Score, got 'gatv3'"),
         ({"input_dropout": 1.0}, r"input_dropout must be a number in \[0, 1\), got 1\.0"),
         ({"value_dropout": -0.1}, r"value_dropout must be a number in \[0, 1\), got -0\.1"),
-        ({"input_dropout": 0.5, "kv_heads": 1}, "kv_heads: it is 1, but num_heads is 2.*input_dropout"),
+        ({"input_dropout": 0.5, "kv_heads": 1}, "kv_heads must equal num_heads = 2, got 1.*input_dropout"),
     ],
 )
-def test_what_cannot_be_shared_is_refused(options, message):
+def test_sizes_that_cannot_be_shared_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         MultiHeadAttention(6, num_heads=2, **options)
 
 
 @pytest.mark.parametrize("score", [GAT, GATv2])
 @pytest.mark.parametrize("arguments", [(0, 3), (2, 0), (2, 2.5)])
-def test_sizes_of_scores(score, arguments):
+def test_invalid_score_sizes_are_refused(score, arguments):
     with pytest.raises(ValueError, match=r"(num_heads|head_dim|edge_dim) must be an integer in \[1, \d+\], got "):
         score(*arguments)
 
@@ -61,7 +61,7 @@ def test_sizes_of_scores(score, arguments):
 @pytest.mark.parametrize("combine", ["project", "concat", "mean"])
 @pytest.mark.parametrize("score", ["dot", "gat", "gatv2"])
 @pytest.mark.parametrize("residual", [False, True])
-def test_a_node_without_in_edges_gets_bias_and_residual(score, combine, residual):
+def test_node_without_in_edges_gets_bias_and_residual(score, combine, residual):
     layer = MultiHeadAttention(6, num_heads=2, head_dim=3, score=score, combine=combine, residual=residual)
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter)
@@ -75,7 +75,7 @@ def test_a_node_without_in_edges_gets_bias_and_residual(score, combine, residual
     assert (layer.r_proj is not None) == (residual and combine == "mean")
 
 
-def test_without_bias_there_is_none():
+def test_bias_false_leaves_no_bias_parameter():
     layer = MultiHeadAttention(6, num_heads=2, score="gatv2", combine="concat", bias=False)
     assert not [name for name, _ in layer.named_parameters() if "bias" in name]
 
@@ -98,7 +98,7 @@ def test_graph_scores_on_sequences(score, over):
     layer = MultiHeadAttention(6, num_heads=2, score=score)
     x = torch.randn(4, 6, 6)
     out, heads = layer(x, over=over)
-    allowed = over.mask(layer._call(x, None, None, over, None, None)[0].sizes, torch.device("cpu")).reshape(6, 6)
+    allowed = over.mask(layer.prepare(x, over=over).sizes, torch.device("cpu")).reshape(6, 6)
     pairs = allowed.nonzero().T.flip(0)
     same, on_edges = layer(x, over=Graph(pairs, 6))
     torch.testing.assert_close(out, same)
@@ -125,7 +125,7 @@ def test_sparse_inputs(layout, residual):
 
 
 @pytest.mark.parametrize("sparse", [False, True])
-def test_inputs_are_dropped_anew_for_each_head(sparse):
+def test_input_dropout_is_independent_per_head(sparse):
     layer = MultiHeadAttention(
         400, num_heads=3, head_dim=1, score="gat", combine="concat", bias=False, input_dropout=0.5
     )
@@ -134,7 +134,7 @@ def test_inputs_are_dropped_anew_for_each_head(sparse):
     loops = Graph(torch.arange(50).expand(2, 50), 50)
     x = torch.ones(50, 400)
     out, _ = layer(x.to_sparse() if sparse else x, over=loops)
-    # a sum of 400 ones, half of them dropped and the rest doubled
+    # a sum of 400 ones: half of them dropped, the rest doubled
     assert (out.mean(0) - 400).abs().max() < 4 * 20 / 50**0.5
     assert ((out.std(0) - 20).abs() < 8).all()
     assert torch.corrcoef(out.T.detach()).fill_diagonal_(0).abs().max() < 0.6
@@ -142,39 +142,39 @@ def test_inputs_are_dropped_anew_for_each_head(sparse):
 
 
 @pytest.mark.parametrize("share", [0.1, 0.6, 0.999])
-def test_thinning_keeps_the_mean(share):
+def test_dropout_keeps_the_mean(share):
     x = torch.full((1001, 999), 3.0)
-    thin = dropout(x, share)
-    kept = thin != 0
+    dropped = dropout_16bit(x, share)
+    kept = dropped != 0
     expected = (share * (1 - share) / x.numel()) ** 0.5
     assert abs(kept.float().mean() - (1 - share)) < 5 * expected + 1e-5
-    assert thin[kept].std() < 1e-3 * thin[kept].mean()
-    assert abs(thin.mean() - 3) < 15 * expected / (1 - share) + 1e-3
-    # neighbours, which share a word of random bits, fall independently
-    fell = (~kept).float().flatten()[: 4 * 10**5].view(-1, 4)
-    assert (torch.corrcoef(fell.T) - torch.eye(4)).abs().max() < 0.02
-    assert dropout(torch.zeros(0, 3), share).shape == (0, 3)
+    assert dropped[kept].std() < 1e-3 * dropped[kept].mean()
+    assert abs(dropped.mean() - 3) < 15 * expected / (1 - share) + 1e-3
+    # neighbours share a word of random bits, and must be independent
+    zeroed = (~kept).float().flatten()[: 4 * 10**5].view(-1, 4)
+    assert (torch.corrcoef(zeroed.T) - torch.eye(4)).abs().max() < 0.02
+    assert dropout_16bit(torch.zeros(0, 3), share).shape == (0, 3)
 
 
-def test_query_and_key_see_the_same_dropped_input():
+def test_query_and_key_share_the_dropped_input():
     layer = MultiHeadAttention(8, num_heads=2, head_dim=4, score="gatv2", combine="concat", input_dropout=0.5)
     with torch.no_grad():
         layer.q_proj.weight.copy_(layer.k_proj.weight)
-    call, _ = layer._call(torch.randn(6, 8), None, None, GRAPH, None, None)
+    call = layer.prepare(torch.randn(6, 8), over=GRAPH)
     assert torch.equal(call.q, call.k)
 
 
-def test_values_are_dropped_after_the_scores():
+def test_value_dropout_leaves_the_scores():
     layer = MultiHeadAttention(8, num_heads=2, head_dim=4, score="gat", combine="concat", value_dropout=0.5)
     x = torch.randn(6, 8)
-    call, _ = layer._call(x, None, None, GRAPH, None, None)
+    call = layer.prepare(x, over=GRAPH)
     whole = layer.k_proj(x).unflatten(-1, (2, 4)).transpose(0, 1)
     torch.testing.assert_close(call.k, whole)
     assert 0.2 < call.v.eq(0).float().mean() < 0.8
     torch.testing.assert_close(call.v[call.v != 0], 2 * whole[call.v != 0])
 
 
-def test_dropout_of_attention_is_the_same_for_every_kernel():
+def test_attention_dropout_is_the_same_for_edges_and_masks():
     layer = MultiHeadAttention(8, num_heads=2, score="gat", dropout=0.4)
     x = torch.randn(6, 8)
     torch.manual_seed(3)
@@ -187,7 +187,7 @@ def test_dropout_of_attention_is_the_same_for_every_kernel():
 
 @pytest.mark.parametrize("combine", ["project", "concat", "mean"])
 @pytest.mark.parametrize("score", [GAT(4, 3, edge_dim=2, bias=True), GATv2(4, 3, edge_dim=2)])
-def test_pruned_heads_are_gone_for_good(score, combine):
+def test_pruned_layers_keep_the_other_heads(score, combine):
     rich = Graph(PAIRS, 6, torch.randn(7, 2))
     layer = MultiHeadAttention(6, num_heads=4, head_dim=3, score=score, combine=combine)
     for parameter in layer.parameters():
@@ -207,42 +207,42 @@ def test_pruned_heads_are_gone_for_good(score, combine):
     assert score.num_heads == 4
 
 
-def test_pruning_beside_a_residual():
+def test_pruning_with_a_residual():
     layer = MultiHeadAttention(6, num_heads=4, head_dim=3, score="gat", combine="concat", residual=True)
     layer.prune([1])
     assert layer(torch.randn(6, 6), over=GRAPH)[0].shape == (6, 9)
-    with pytest.raises(ValueError, match="narrower than the query, which residual=True adds"):
+    with pytest.raises(ValueError, match=r"heads cannot be pruned .* narrower than the query"):
         MultiHeadAttention(12, num_heads=4, score="gat", combine="concat", residual=True).prune([1])
 
 
-def test_inputs_are_dropped_in_padded_batches_too():
+def test_input_dropout_in_padded_batches():
     layer = MultiHeadAttention(64, num_heads=2, input_dropout=0.5)
     x = torch.randn(8, 512, 64)
     out, again = (layer(x, over=Padding([100] * 8))[0] for _ in range(2))
     assert not torch.allclose(out, again)
-    with pytest.raises(ValueError, match="input_dropout and value_dropout act around W_V"):
+    with pytest.raises(ValueError, match="fold_value_projection needs input_dropout=0 and value_dropout=0"):
         layer.fold_value_projection()
 
 
-def test_sparse_inputs_have_no_batch():
+def test_sparse_batches_are_refused():
     with pytest.raises(
         ValueError,
-        match=r"query must be a dense tensor \(\.\.\., items, 6\), or a sparse one without a batch, got one that is of layout torch\.sparse_coo",
+        match=r"query must be a dense tensor \(\.\.\., items, 6\), or a sparse one without a batch, got layout torch\.sparse_coo",
     ):
         MultiHeadAttention(6, num_heads=2, score="gat")(torch.randn(2, 6, 6).to_sparse(), over=GRAPH)
 
 
 @pytest.mark.filterwarnings("ignore:Sparse:UserWarning")
 @pytest.mark.parametrize("make", [torch.Tensor.to_sparse_coo, torch.Tensor.to_sparse_csr])
-def test_sparse_inputs_that_change_and_go(make):
+def test_sparse_input_cache_follows_changes_and_deletion(make):
     layer, x = MultiHeadAttention(20, num_heads=2, head_dim=3, score="gatv2", combine="concat"), make(_sparse(6, 20))
     layer(x, over=GRAPH)
     x.mul_(3)
     torch.testing.assert_close(layer(x, over=GRAPH)[0], layer(x.to_dense(), over=GRAPH)[0])
-    before = len(inputs._known)
+    before = len(projection_inputs._csr_cache)
     del x
     gc.collect()
-    assert len(inputs._known) == before - 1
+    assert len(projection_inputs._csr_cache) == before - 1
 
 
 @pytest.mark.filterwarnings("ignore:Sparse:UserWarning")
@@ -255,24 +255,24 @@ def test_sparse_inputs_under_autocast():
 
 
 @pytest.mark.parametrize("options", [{"input_dropout": 0.9999999}, {"value_dropout": 0.999993}])
-def test_shares_next_to_one(options):
+def test_dropout_rates_close_to_one(options):
     layer = MultiHeadAttention(6, num_heads=2, score="gat", **options)
     assert layer(torch.randn(6, 6), over=GRAPH)[0].isfinite().all()
 
 
-def test_there_is_no_w_v_to_fold():
-    with pytest.raises(ValueError, match="GAT sums the keys themselves, and has no W_V"):
+def test_folding_without_w_v_is_refused():
+    with pytest.raises(ValueError, match="needs a layer with W_V; GAT sums the keys themselves"):
         MultiHeadAttention(6, num_heads=2, score="gat").fold_value_projection()
 
 
-def test_starting_over_draws_the_score_too():
+def test_reset_parameters_resets_the_score():
     layer = MultiHeadAttention(6, num_heads=2, score="gat")
     before = layer.score.source.clone()
     layer.reset_parameters()
     assert not torch.equal(before, layer.score.source)
 
 
-def test_a_score_of_ones_own_goes_along_edges():
+def test_custom_score_on_a_graph():
     class Near(Score):
         def forward(self, q, k):
             return -torch.cdist(q, k)

@@ -1,4 +1,4 @@
-"""Layers whose projections lie on the Stiefel manifold: each head sees an orthonormal basis of a subspace."""
+"""Layers with projections on the Stiefel manifold: the rows of each head are orthonormal."""
 
 import copy
 import io
@@ -17,7 +17,7 @@ def layer(**options):
 
 
 def drift(mha, letters="qkv"):
-    """How far each head's rows are from orthonormal, over the projections that there are."""
+    """The largest deviation of a head's rows from orthonormal, over the existing projections."""
     heads, worst = {"q": mha.num_heads, "k": mha.kv_heads, "v": mha.value_heads}, 0.0
     for letter in letters:
         projection = getattr(mha, f"{letter}_proj")
@@ -28,7 +28,7 @@ def drift(mha, letters="qkv"):
 
 
 def train(model, steps=3, lr=0.03, make=optim.AdamW, call=lambda model, x: model(x)[0]):
-    """Steps of a real training; the loss before each."""
+    """Train for some steps; return the loss before each."""
     optimizer = make(optim.groups(model), lr=lr)
     x, losses = torch.randn(4, 7, 30), []
     for _ in range(steps):
@@ -41,7 +41,7 @@ def train(model, steps=3, lr=0.03, make=optim.AdamW, call=lambda model, x: model
     return losses
 
 
-# which of q, k and v a layer with this score has
+# the projections of a layer with this score
 SCORES = {"dot": "qkv", "gat": "k", "gatv2": "qk"}
 SIZES = {
     "even": {},
@@ -59,7 +59,7 @@ CASES = [(score, size) for score in SCORES for size in SIZES if (score, size) no
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "bare"])
 @pytest.mark.parametrize("combine", ["project", "concat", "mean"])
 @pytest.mark.parametrize(("score", "size"), CASES)
-def test_heads_are_orthonormal_at_first_and_after_training(score, size, combine, bias):
+def test_heads_are_orthonormal_before_and_after_training(score, size, combine, bias):
     mha = layer(score=score, combine=combine, bias=bias, **SIZES[size])
     heads = {"q": 6, "k": mha.kv_heads, "v": mha.kv_heads}
     assert mha.manifolds == {f"{letter}_proj.weight": Stiefel(heads=heads[letter]) for letter in SCORES[score]}
@@ -84,7 +84,7 @@ def test_training_lowers_the_loss_with_every_metric_and_retraction(make, metric,
     assert drift(mha) < 1e-6
 
 
-def test_one_may_choose_among_the_projections():
+def test_manifold_of_some_projections():
     mha = layer(manifold={"v": "stiefel", "q": "euclidean", "k": Euclidean()})
     assert mha.manifolds == {"v_proj.weight": Stiefel(heads=6)}
     assert drift(mha, "v") < 1e-6 < drift(mha, "q")
@@ -93,20 +93,20 @@ def test_one_may_choose_among_the_projections():
     assert layer(manifold={}).manifolds == layer(manifold="euclidean").manifolds == {}
 
 
-def test_a_plain_layer_is_on_no_manifold():
+def test_default_layer_has_no_manifold():
     plain = MultiHeadAttention(30, 6)
     assert plain.manifolds == {}
     assert "manifold" not in repr(plain)
     assert optim.groups(plain) == [{"params": list(plain.named_parameters()), "manifold": Euclidean()}]
 
 
-def test_the_printed_layer_names_its_manifolds():
+def test_repr_names_the_manifolds():
     assert "manifold=Stiefel()" in repr(layer())
     assert "manifold=Stiefel(metric='canonical')" in repr(layer(manifold=Stiefel("canonical")))
     assert "manifold={'v': Stiefel()}" in repr(layer(manifold={"v": "stiefel"}))
 
 
-def test_drawing_anew_stays_on_the_manifold():
+def test_reset_parameters_stays_on_the_manifold():
     mha = layer()
     before = mha.v_proj.weight.detach().clone()
     mha.reset_parameters()
@@ -114,7 +114,7 @@ def test_drawing_anew_stays_on_the_manifold():
     assert not torch.equal(before, mha.v_proj.weight)
 
 
-def test_layers_are_made_on_the_meta_device_and_filled_later():
+def test_layer_on_the_meta_device_is_filled_later():
     with torch.device("meta"):
         mha = layer(kv_heads=3)
     assert all(p.is_meta for p in mha.parameters())
@@ -124,7 +124,7 @@ def test_layers_are_made_on_the_meta_device_and_filled_later():
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_layers_of_other_precisions(dtype):
+def test_other_precisions(dtype):
     mha = layer().to(dtype)
     mha.reset_parameters()
     assert optim.check(mha) == (True, None)
@@ -132,7 +132,7 @@ def test_layers_of_other_precisions(dtype):
 
 
 @pytest.mark.parametrize("options", [{}, {"kv_heads": 3}, {"score": "gat"}, {"score": "gatv2"}], ids=str)
-def test_pruned_layers_go_on(options):
+def test_pruned_layers_can_be_trained(options):
     mha = layer(**options)
     mha.prune([2, 3])
     assert {on.heads for on in mha.manifolds.values()} == ({4, 2} if "kv_heads" in options else {4})
@@ -147,18 +147,18 @@ def test_pruned_layers_go_on(options):
 
 
 @pytest.mark.parametrize("bias", [True, False])
-def test_merged_layers_have_no_values_to_keep(bias):
+def test_folded_layers_keep_the_manifolds_of_q_and_k(bias):
     mha = layer(bias=bias)
-    merged = mha.fold_value_projection()
-    assert merged.manifolds == {f"{letter}_proj.weight": Stiefel(heads=6) for letter in "qk"}
+    folded = mha.fold_value_projection()
+    assert folded.manifolds == {f"{letter}_proj.weight": Stiefel(heads=6) for letter in "qk"}
     x = torch.randn(2, 5, 30)
-    torch.testing.assert_close(merged(x)[0], mha(x)[0])
-    train(merged)
-    assert drift(merged, "qk") < 1e-6
-    assert optim.check(merged) == (True, None)
+    torch.testing.assert_close(folded(x)[0], mha(x)[0])
+    train(folded)
+    assert drift(folded, "qk") < 1e-6
+    assert optim.check(folded) == (True, None)
 
 
-def test_a_state_dict_goes_round():
+def test_state_dict_round_trip():
     one, other = layer(kv_heads=3), layer(kv_heads=3)
     train(one)
     file = io.BytesIO()
@@ -173,8 +173,8 @@ def test_a_state_dict_goes_round():
     assert torch.equal(one(x)[0], plain(x)[0])
 
 
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda thing: pickle.loads(pickle.dumps(thing))])
-def test_copies_of_a_layer_know_their_manifolds(duplicate):
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda layer: pickle.loads(pickle.dumps(layer))])
+def test_copies_keep_the_manifolds(duplicate):
     mha = layer(manifold=Stiefel("canonical"), kv_heads=2)
     other = duplicate(mha)
     assert other.manifolds == mha.manifolds
@@ -182,7 +182,7 @@ def test_copies_of_a_layer_know_their_manifolds(duplicate):
     assert drift(other) < 1e-6
 
 
-def test_blocks_and_whole_models_are_trained_with_their_layers():
+def test_optimizer_groups_of_blocks():
     blocks = nn.Sequential(*(TransformerLayer(layer(), FeedForward(30, 60)) for _ in range(2)))
     found = optim.groups(blocks)
     assert [group["manifold"] for group in found] == [Euclidean(), Stiefel(heads=6)]
@@ -194,7 +194,7 @@ def test_blocks_and_whole_models_are_trained_with_their_layers():
     assert all(drift(block.self_attn) < 1e-6 for block in blocks)
 
 
-def test_a_decoder_keeps_the_manifolds_of_both_its_attentions():
+def test_decoder_layer_keeps_the_manifolds_of_both_attentions():
     block = TransformerLayer(layer(), FeedForward(30, 60), cross=layer(manifold={"v": "stiefel"}))
     train(block, call=lambda model, x: model(x, memory=x.flip(1)))
     assert drift(block.self_attn) < 1e-6
@@ -202,38 +202,38 @@ def test_a_decoder_keeps_the_manifolds_of_both_its_attentions():
 
 
 BAD = [
-    ({"head_dim": 31}, r"^head_dim: it is 31, but d_model is 30; on the Stiefel manifold a head has at most as many directions as"),
-    ({"d_key": 4}, "^head_dim: it is 5, but d_key is 4; on the Stiefel"),
-    ({"value_dim": 31}, "^value_dim: it is 31, but d_value is 30; on the Stiefel"),
-    ({"d_value": 3}, "^value_dim: it is 5, but d_value is 3; on the Stiefel"),
-    ({"manifold": "sphere"}, "^manifold: it is 'sphere'; it must be 'euclidean', 'stiefel', a Stiefel, or a dict of these"),
-    ({"manifold": None}, "^manifold: it is None"),
-    ({"manifold": {"v": "sphere"}}, "^manifold: it is 'sphere'"),
-    ({"manifold": Stiefel(heads=2)}, r"^manifold: it is Stiefel\(heads=2\); its heads must be left out"),
-    ({"manifold": {"o": "stiefel"}}, "^manifold: it names 'o'; this layer has projections q, k, v$"),
-    ({"manifold": {"v": "stiefel"}, "score": "gat"}, "^manifold: it names 'v'; this layer has projections k, since GAT has one"),
-    ({"manifold": {"q": "stiefel"}, "score": "gat"}, "^manifold: it names 'q'; this layer has projections k, since GAT"),
-    ({"manifold": {"v": "stiefel"}, "score": "gatv2"}, "^manifold: it names 'v'; this layer has projections q, k, since GATv2"),
+    ({"head_dim": 31}, "^head_dim must be at most d_model, 30, got 31; on the Stiefel manifold"),
+    ({"d_key": 4}, "^head_dim must be at most d_key, 4, got 5; on the Stiefel"),
+    ({"value_dim": 31}, "^value_dim must be at most d_value, 30, got 31; on the Stiefel"),
+    ({"d_value": 3}, "^value_dim must be at most d_value, 3, got 5; on the Stiefel"),
+    ({"manifold": "sphere"}, "^manifold must be 'euclidean', 'stiefel', a Stiefel, or a dict of these .*got 'sphere'"),
+    ({"manifold": None}, "^manifold must be .*got None"),
+    ({"manifold": {"v": "sphere"}}, "^manifold must be .*got 'sphere'"),
+    ({"manifold": Stiefel(heads=2)}, r"^manifold must be a Stiefel without heads, got Stiefel\(heads=2\)"),
+    ({"manifold": {"o": "stiefel"}}, "^manifold must have keys among the layer's projections, q, k, v, got 'o'$"),
+    ({"manifold": {"v": "stiefel"}, "score": "gat"}, "^manifold must have keys among .*, k, since GAT shares projections, got 'v'"),
+    ({"manifold": {"q": "stiefel"}, "score": "gat"}, "^manifold must have keys among .*, k, since GAT shares projections, got 'q'"),
+    ({"manifold": {"v": "stiefel"}, "score": "gatv2"}, "^manifold must have keys among .*, q, k, since GATv2 shares projections, got 'v'"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("options", "words"), BAD)
-def test_what_does_not_fit_is_refused(options, words):
+def test_invalid_manifolds_and_sizes_are_refused(options, words):
     with pytest.raises(ValueError, match=words):
         layer(**options)
 
 
-def test_only_what_lies_on_the_manifold_must_fit():
+def test_only_constrained_projections_must_fit():
     mha = layer(manifold={"q": "stiefel", "k": "stiefel"}, value_dim=31)
     assert list(mha.manifolds) == ["q_proj.weight", "k_proj.weight"]
 
 
-def test_an_existing_layer_is_put_on_a_manifold():
+def test_manifold_can_be_set_later():
     mha = MultiHeadAttention(12, 3)
     mha.manifold = {"v": "stiefel"}
     assert mha.manifolds == {"v_proj.weight": Stiefel(heads=3)}
     assert not optim.check(mha)[0]
     optim.project(mha)
     assert optim.check(mha) == (True, None)
-    with pytest.raises(ValueError, match=r"^manifold: it is 'Stiefel'"):
+    with pytest.raises(ValueError, match=r"^manifold must be .*got 'Stiefel'"):
         mha.manifold = "Stiefel"

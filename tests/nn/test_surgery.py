@@ -1,4 +1,4 @@
-"""Heads removed, W_V folded away: the same function, said with other weights."""
+"""Pruning heads and folding W_V: the same function with other weights."""
 
 import copy
 
@@ -12,7 +12,7 @@ from polyhead import ALiBi, Causal, MultiHeadAttention, Padding, RelativeBias
 @pytest.mark.parametrize(
     "options", [{}, {"position": RelativeBias(6)}, {"position": ALiBi(6)}, {"sink": "learned"}, {"sink": 0.5}]
 )
-def test_pruned_is_gated(options):
+def test_pruning_equals_a_zero_gate(options):
     mha = MultiHeadAttention(30, 6, **copy.deepcopy(options))
     x = torch.randn(2, 11, 30)
     gated = copy.deepcopy(mha)
@@ -25,7 +25,7 @@ def test_pruned_is_gated(options):
     torch.testing.assert_close(left.weights, heads.weights[:, [0, 1, 3, 4]])
 
 
-def test_pruning_twice_and_loading_into_a_fresh_layer():
+def test_pruning_twice_and_loading_into_a_new_layer():
     mha = MultiHeadAttention(30, 6, position=RelativeBias(6), sink="learned")
     mha.gate = torch.rand(6)
     x = torch.randn(2, 11, 30)
@@ -40,21 +40,23 @@ def test_pruning_twice_and_loading_into_a_fresh_layer():
     again.load_state_dict(mha.state_dict())
 
 
-def test_whole_groups_only():
+def test_only_whole_groups_can_be_pruned():
     mha = MultiHeadAttention(30, 6, kv_heads=3)
     x = torch.randn(2, 11, 30)
     gated = copy.deepcopy(mha)
     gated.gate = torch.tensor([1.0, 1, 0, 0, 1, 1])
-    with pytest.raises(ValueError, match=r"heads: \[2\] breaks up the group \[2, 3\].*prune whole groups of 2"):
+    with pytest.raises(
+        ValueError, match=r"heads must be whole groups of 2, got \[2\]; heads \[2, 3\] share one key-value head"
+    ):
         mha.prune([2])
     mha.prune([2, 3])
     assert (mha.num_heads, mha.kv_heads) == (4, 2)
     torch.testing.assert_close(mha(x)[0], gated(x)[0])
 
 
-def test_pruning_messages():
+def test_pruning_error_messages():
     mha = MultiHeadAttention(30, 6)
-    with pytest.raises(ValueError, match=r"heads: \[0, 1, 2, 3, 4, 5\] are all 6 heads; at least one must stay"):
+    with pytest.raises(ValueError, match=r"heads must leave at least one of the 6 heads, got \[0, 1, 2, 3, 4, 5\]"):
         mha.prune(range(6))
     with pytest.raises(ValueError, match=r"heads\[0\] must be an integer in \[0, 5\], got 6"):
         mha.prune([6])
@@ -65,35 +67,35 @@ def test_pruning_messages():
 @pytest.mark.parametrize(
     "options", [{}, {"bias": False}, {"kv_heads": 2}, {"sink": 0.5}, {"value_dim": 7, "d_out": 13}]
 )
-def test_merged_equals_the_layer(options):
+def test_folded_layer_equals_the_layer(options):
     mha = MultiHeadAttention(30, 6, **options).double()
     if options.get("bias", True):
         nn.init.normal_(mha.v_proj.bias)
     x = torch.randn(2, 11, 30, dtype=torch.float64)
-    merged = mha.fold_value_projection()
-    assert not list(merged.v_proj.parameters())
+    folded = mha.fold_value_projection()
+    assert not list(folded.v_proj.parameters())
     for over in (None, Causal(), Padding([3, 0]), torch.rand(2, 1, 11, 11) > 0.7):
         wanted, heads = mha(x, over=over)
-        output, seen = merged(x, over=over)
+        output, seen = folded(x, over=over)
         torch.testing.assert_close(output, wanted)
         torch.testing.assert_close(seen.weights, heads.weights)
-        # what a head moves is the same vector, however the maps are cut
+        # contributions are products of W_O and W_V, so folding keeps them
         if not options.get("bias", True):
             torch.testing.assert_close(seen.contribution().weights, heads.contribution().weights)
     with torch.no_grad():
-        cache = merged.cache(2, 11)
-        steps = [merged(x[:, i : i + 1], cache=cache)[0] for i in range(11)]
+        cache = folded.cache(2, 11)
+        steps = [folded(x[:, i : i + 1], cache=cache)[0] for i in range(11)]
     torch.testing.assert_close(torch.cat(steps, 1), mha(x, over=Causal())[0])
 
 
-def test_merged_is_refused_without_an_output_map_and_twice():
-    with pytest.raises(ValueError, match=r"merged\(\): combine='mean' has no W_O to fold W_V into"):
+def test_folding_without_w_o_and_folding_twice_are_refused():
+    with pytest.raises(ValueError, match=r"fold_value_projection needs combine='project', .*got 'mean'"):
         MultiHeadAttention(30, 6, combine="mean").fold_value_projection()
-    with pytest.raises(ValueError, match=r"merged\(\): W_V is folded already"):
+    with pytest.raises(ValueError, match=r"fold_value_projection needs a layer with W_V; it is folded already"):
         MultiHeadAttention(30, 6).fold_value_projection().fold_value_projection()
 
 
-def test_frozen_stays_frozen_and_shared_stays_whole():
+def test_pruning_keeps_frozen_weights_frozen_and_shared_positions_unchanged():
     position = RelativeBias(6)
     one, other = MultiHeadAttention(30, 6, position=position), MultiHeadAttention(30, 6, position=position)
     one.requires_grad_(False)
@@ -103,7 +105,7 @@ def test_frozen_stays_frozen_and_shared_stays_whole():
     assert other(torch.randn(2, 11, 30))[1].shape == (2, 6, 11, 11)
 
 
-def test_a_load_that_cannot_be_changes_nothing():
+def test_failed_load_leaves_the_layer_unchanged():
     pruned = MultiHeadAttention(30, 6)
     pruned.prune([5])
     other = MultiHeadAttention(25, 5)
@@ -124,14 +126,14 @@ def test_wrapped_projections_are_refused():
     mha = MultiHeadAttention(30, 6)
     mha.v_proj = Adapted(mha.v_proj)
     for change in (mha.fold_value_projection, lambda: mha.prune([0])):
-        with pytest.raises(ValueError, match=r"v_proj: it is Adapted; it must be a plain nn.Linear"):
+        with pytest.raises(ValueError, match=r"v_proj must be a plain nn.Linear to be pruned or folded, got Adapted"):
             change()
     for heads in ([1.7], "1"):
         with pytest.raises(ValueError, match=r"heads(\[0\])? must be .*in \[0, 5\], got "):
             mha.prune(heads)
 
 
-def test_built_on_meta_and_filled_later():
+def test_layer_built_on_meta_and_loaded_later():
     options = {"sink": 0.5, "position": ALiBi(6)}
     mha = MultiHeadAttention(30, 6, **options)
     with torch.device("meta"):

@@ -1,4 +1,4 @@
-"""Layers under torch's tracers: export with a length that varies, tensors without values, symbolic traces, scripts."""
+"""Layers under torch's tracers: export with dynamic sizes, tensors without values, symbolic traces, scripting."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ MODEL = HEADS * DIM
 
 
 class Over(nn.Module):
-    """A model that holds the layer, and says who may attend to whom."""
+    """A model with the layer and a fixed neighbourhood."""
 
     def __init__(self, layer: nn.Module, over: Neighbourhood | None = None) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class DropIn(nn.Module):
         return self.layer(x, x, x, **self.options)[0]
 
 
-# wide heads, narrow ones (which take another kernel by their length), and every way to say where keys stand
+# wide heads, narrow ones (whose kernel depends on the length), and every position
 EXPORTED: dict[str, Callable[[], nn.Module]] = {
     "dense": lambda: Over(MultiHeadAttention(MODEL, HEADS)),
     "wide": lambda: Over(MultiHeadAttention(MODEL, 1)),
@@ -80,14 +80,14 @@ EXPORTED: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-# Dynamo is slow: a few of them stand for all
+# a few cases only: Dynamo is slow
 STRICT = ("dense", "causal", "window", "drop-in")
 
 
 @pytest.mark.parametrize(
     ("name", "strict"), [*((name, False) for name in EXPORTED), *((name, True) for name in STRICT)]
 )
-def test_exports_with_a_length_that_varies(name: str, strict: bool):
+def test_exports_with_dynamic_length(name: str, strict: bool):
     torch.manual_seed(0)
     model = EXPORTED[name]().eval()
     length, rows = torch.export.Dim("length", min=2, max=512), torch.export.Dim("rows", min=2, max=64)
@@ -98,7 +98,7 @@ def test_exports_with_a_length_that_varies(name: str, strict: bool):
         torch.testing.assert_close(program(x), model(x), atol=1e-5, rtol=1e-4)
 
 
-def test_exports_padding_of_a_length_that_varies():
+def test_exports_padding_with_dynamic_length():
     torch.manual_seed(0)
     model = Padded(MultiHeadAttention(MODEL, HEADS)).eval()
     length = torch.export.Dim("length", min=2, max=512)
@@ -134,7 +134,7 @@ OVERS: dict[str, Callable[[], Neighbourhood | Tensor | None]] = {
 
 @pytest.fixture(params=["fake", "meta"])
 def without_values(request: pytest.FixtureRequest):
-    """A context in which no tensor has values."""
+    """A context in which tensors have no values."""
     with FakeTensorMode() if request.param == "fake" else torch.device("meta"):
         yield
 
@@ -197,7 +197,7 @@ def test_convolutions_and_models_on_the_meta_device():
             assert model(ids, over=Padding(~padded())).shape[:2] == ids.shape
 
 
-def test_symbolic_traces_hold_the_layer_as_one_node():
+def test_symbolic_trace_records_the_layer_as_one_node():
     torch.manual_seed(0)
     x = torch.randn(2, ITEMS, MODEL)
     block = TransformerLayer(MultiHeadAttention(MODEL, HEADS), FeedForward(MODEL, 64))
@@ -230,7 +230,7 @@ def test_symbolic_traces_hold_the_layer_as_one_node():
     ],
     ids=lambda model: type(model).__name__,
 )
-def test_scripts_are_refused_in_one_sentence(model: nn.Module):
+def test_scripting_is_refused_in_one_sentence(model: nn.Module):
     with pytest.raises(TypeError, match=r"^torch\.jit\.script cannot compile \w+; use torch\.export\.export, [^\n]*$"):
         torch.jit.script(model)
 
@@ -238,7 +238,7 @@ def test_scripts_are_refused_in_one_sentence(model: nn.Module):
 @pytest.mark.parametrize("length", [1, 10, 40, 200])
 @pytest.mark.parametrize("over", [None, Causal(), Window(2)], ids=str)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
-def test_traced_by_example(over: Any, length: int):
+def test_jit_trace(over: Any, length: int):
     x = torch.randn(2, length, MODEL)
     for model in (Over(MultiHeadAttention(MODEL, HEADS), over), DropIn()):
         # torch compares with a second trace without gradients, name by name
@@ -247,7 +247,7 @@ def test_traced_by_example(over: Any, length: int):
         torch.testing.assert_close(traced(x), model(x))
 
 
-def test_a_layer_that_is_the_whole_model_is_refused_in_one_sentence():
+def test_symbolic_trace_of_a_bare_layer_is_refused():
     layer = TransformerLayer(MultiHeadAttention(MODEL, HEADS), FeedForward(MODEL, 64))
     with pytest.raises(TypeError, match=r"records TransformerLayer as one node; trace a model that holds it$"):
         torch.fx.symbolic_trace(layer)
@@ -273,7 +273,7 @@ class OnGraph(nn.Module):
     ],
     ids=["dot", "gatv2", "GATConv", "GATv2Conv", "TransformerConv"],
 )
-def test_exported_graphs_of_any_size(model: nn.Module):
+def test_exports_with_dynamic_graph_size(model: nn.Module):
     model = model.eval()
     given = torch.randn(50, MODEL), torch.randint(0, 50, (2, 200))
     sizes = ({0: torch.export.Dim("nodes")}, {1: torch.export.Dim("edges")})
@@ -297,7 +297,7 @@ class Masked(Cross):
         return self.layer(x, over=keep)[0]
 
 
-def test_exported_programs_are_not_guarded_against_equal_sizes():
+def test_exported_programs_accept_equal_sizes():
     dim = torch.export.Dim
     cross, masked = Cross().eval(), Masked().eval()
     given = torch.randn(2, 10, MODEL), torch.randn(2, 7, MODEL)
@@ -309,3 +309,14 @@ def test_exported_programs_are_not_guarded_against_equal_sizes():
     program = torch.export.export(masked, given, dynamic_shapes=({1: length}, {0: length, 1: length})).module()
     x, keep = torch.randn(4, 4, MODEL), torch.rand(4, 4) > 0.4
     torch.testing.assert_close(program(x, keep), masked(x, keep))
+
+
+def test_export_without_gradients_keeps_sizes_dynamic():
+    batch, length = torch.export.Dim("B"), torch.export.Dim("L")
+    layer = MultiHeadAttention(16, 2).eval()
+    with torch.no_grad():
+        given = (torch.randn(3, 10, 16),)
+        program = torch.export.export(layer, given, dynamic_shapes=({0: batch, 1: length},), strict=False).module()
+        for shape in ((1, 2, 16), (5, 33, 16)):
+            x = torch.randn(shape)
+            torch.testing.assert_close(program(x)[0], layer(x)[0])

@@ -64,7 +64,7 @@ def work(rank, folder):
     dist.destroy_process_group()
 
 
-def test_two_processes_are_one_with_the_joined_batch(tmp_path):
+def test_two_processes_equal_one_with_the_joined_batch(tmp_path):
     torch.multiprocessing.spawn(work, (str(tmp_path),), nprocs=2)
     first, second = (torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in (0, 1))
     for name, make in OPTIMIZERS.items():

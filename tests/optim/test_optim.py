@@ -73,7 +73,7 @@ def run(makers, dtype, schedule=None, steps=20):
 
 @pytest.mark.parametrize(("dtype", "within"), [(torch.float64, 1e-12), (torch.float32, 1e-6)], ids=["fp64", "fp32"])
 @pytest.mark.parametrize(("name", "options"), SAME.values(), ids=SAME)
-def test_in_euclidean_space_it_is_torchs(name, options, dtype, within):
+def test_in_euclidean_space_it_equals_torch(name, options, dtype, within):
     makers = [lambda params, room=room: getattr(room, name)(params, **options) for room in (optim, torch.optim)]
     for ours, theirs in zip(*run(makers, dtype), strict=True):
         torch.testing.assert_close(ours, theirs, atol=within, rtol=within)
@@ -91,14 +91,14 @@ SCHEDULES = {
 
 @pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
 @pytest.mark.parametrize("case", ["sgd-momentum", "adam-decay", "adamw-decay"])
-def test_schedulers_change_it_as_they_change_torchs(schedule, case):
+def test_schedulers_work_as_with_torch(schedule, case):
     name, options = SAME[case]
     makers = [lambda params, room=room: getattr(room, name)(params, **options) for room in (optim, torch.optim)]
     for ours, theirs in zip(*run(makers, torch.float64, schedule), strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-12, rtol=1e-12)
 
 
-def test_in_euclidean_space_every_number_is_its_own_matrix():
+def test_in_euclidean_space_scalar_moments_are_elementwise():
     makers = [
         lambda params, moment=moment: optim.Adam(params, second_moment=moment) for moment in ("elementwise", "scalar")
     ]
@@ -106,14 +106,14 @@ def test_in_euclidean_space_every_number_is_its_own_matrix():
         torch.testing.assert_close(a, b, atol=1e-12, rtol=1e-12)
 
 
-def test_a_rate_may_be_a_tensor():
+def test_the_learning_rate_may_be_a_tensor():
     makers = [lambda params, lr=lr: optim.Adam(params, lr=lr) for lr in (0.25, torch.tensor(0.25))]
     for a, b in zip(*run(makers, torch.float64), strict=True):
         assert torch.equal(a, b)
 
 
 @every
-def test_a_closure_is_called_with_gradients_and_its_loss_comes_back(make):
+def test_a_closure_runs_with_gradients_and_its_loss_is_returned(make):
     on = Stiefel()
     w, b = point(on, 5, 3), nn.Parameter(torch.ones(3, dtype=torch.float64))
     optimizer = make([{"params": [w], "manifold": on}, {"params": [b]}])
@@ -139,7 +139,7 @@ def test_a_closure_is_called_with_gradients_and_its_loss_comes_back(make):
 
 
 @every
-def test_groups_have_rates_of_their_own_and_may_come_later(make):
+def test_groups_have_their_own_learning_rates_and_can_be_added_later(make):
     on = Stiefel()
     a, b, c = point(on, 5, 3), point(on, 5, 3), nn.Parameter(torch.ones(3, dtype=torch.float64))
     still, start = b.detach().clone(), a.detach().clone()
@@ -171,7 +171,7 @@ def test_parameters_of_one_shape_move_as_each_would_alone(make, on):
         assert off(a) < 1e-13
 
 
-def test_more_numbers_than_fit_into_a_cache_move_alike():
+def test_parameters_beyond_one_stack_move_alike():
     on = Stiefel()
     many = [point(on, 601, 211, dtype=torch.float32) for _ in range(5)]
     single = [nn.Parameter(p.detach().clone()) for p in many]
@@ -185,7 +185,7 @@ def test_more_numbers_than_fit_into_a_cache_move_alike():
 
 
 @every
-def test_strided_parameters_and_gradients_are_as_good(make):
+def test_strided_parameters_and_gradients_give_the_same_steps(make):
     on = Stiefel()
     a = point(on, 5, 11, 3)
     b = nn.Parameter(a.detach().mT.contiguous().mT)
@@ -200,7 +200,7 @@ def test_strided_parameters_and_gradients_are_as_good(make):
 
 @stiefels
 @pytest.mark.parametrize("nesterov", [False, True])
-def test_the_momentum_travels_along(nesterov, on):
+def test_the_momentum_is_transported(nesterov, on):
     """It is tangent where the parameter has arrived."""
     p = point(on, 5, 11, 3)
     optimizer = optim.SGD([p], lr=0.1, momentum=0.9, nesterov=nesterov, manifold=on)
@@ -247,8 +247,8 @@ def trajectory(make, on, x, gradients):
     return p.detach()
 
 
-def turned(name, on):
-    """Where the steps lead in turned coordinates, X → QX and G → QG, and where they led before, turned."""
+def rotated(name, on):
+    """The trajectory in rotated coordinates, X → QX and G → QG, and the rotated trajectory."""
     x, q = on.random(11, 3, dtype=torch.float64), Stiefel().random(11, 11, dtype=torch.float64)
     gradients = torch.randn(10, 11, 3, dtype=torch.float64)
     make = OPTIMIZERS[name]
@@ -257,13 +257,13 @@ def turned(name, on):
 
 @stiefels
 @pytest.mark.parametrize("name", ["sgd", "momentum", "adam-scalar"])
-def test_turned_coordinates_turn_the_trajectory(name, on):
-    torch.testing.assert_close(*turned(name, on), atol=1e-11, rtol=0)
+def test_rotated_coordinates_rotate_the_trajectory(name, on):
+    torch.testing.assert_close(*rotated(name, on), atol=1e-11, rtol=0)
 
 
 @pytest.mark.parametrize("name", ["adam", "adamw"])
-def test_a_mean_square_for_each_number_depends_on_the_coordinates(name):
-    there, here = turned(name, Stiefel())
+def test_elementwise_moments_depend_on_the_coordinates(name):
+    there, here = rotated(name, Stiefel())
     assert (there - here).norm() > 1e-2
 
 
@@ -280,7 +280,7 @@ def test_weight_decay_moves_nothing_on_the_manifold(make, on):
 
 @stiefels
 @every
-def test_climbing_is_descending_with_the_gradients_turned_around(make, on):
+def test_maximize_is_descent_with_negated_gradients(make, on):
     x, gradients = on.random(11, 3, dtype=torch.float64), torch.randn(10, 11, 3, dtype=torch.float64)
     up = trajectory(lambda p, **options: make(p, maximize=True, **options), on, x, gradients)
     assert torch.equal(up, trajectory(make, on, x, -gradients))
@@ -342,7 +342,7 @@ def test_ten_thousand_steps_of_adam_do_not_drift(retraction):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 @every
-def test_numbers_of_16_bits_are_trained_too(make, dtype):
+def test_16_bit_parameters_are_trained(make, dtype):
     on = Stiefel()
     p = point(on, 5, 11, 3, dtype=dtype)
     target = on.random(5, 11, 3)

@@ -36,7 +36,7 @@ def flat(groups):
 
 
 def walk(optimizer, seed, steps=5):
-    """Steps by gradients that depend on the seed and on where the parameters are; one parameter stands still in some."""
+    """Steps by gradients that depend on the seed and on where the parameters are; one parameter stays unchanged in some."""
     generator = torch.Generator().manual_seed(seed)
     for number in range(steps):
         for place, p in enumerate(flat(optimizer.param_groups)):
@@ -70,7 +70,7 @@ def test_resumed_equals_uninterrupted_bit_for_bit(make, dtype, tmp_path):
         assert all(torch.equal(optimizer.state[a][name], resumed.state[b][name]) for name in optimizer.state[a])
 
 
-def test_saving_and_loading_leave_both_as_they_were():
+def test_saving_and_loading_change_neither_optimizer():
     optimizer = OPTIMIZERS["adam"](start())
     walk(optimizer, 1)
     saved = optimizer.state_dict()
@@ -88,14 +88,14 @@ def test_saving_and_loading_leave_both_as_they_were():
     [(Stiefel(), Euclidean()), (Euclidean(), Stiefel()), (Stiefel(), Stiefel("canonical"))],
     ids=str,
 )
-def test_what_was_saved_on_another_manifold_is_refused(saved, here):
+def test_a_state_saved_on_another_manifold_is_refused(saved, here):
     x = Stiefel().random(5, 3)
     one, other = (optim.Adam([nn.Parameter(x.clone())], manifold=on) for on in (saved, here))
     walk(one, 1)
     before = other.state_dict()
     with pytest.raises(ValueError) as refused:
         other.load_state_dict(one.state_dict())
-    assert str(refused.value) == f"state_dict: group 0 was saved on {saved!r}, but here it is on {here!r}"
+    assert str(refused.value) == f"state_dict: group 0 must be on {here!r}, got one saved on {saved!r}"
     assert repr(other.state_dict()) == repr(before)
 
 
@@ -108,7 +108,7 @@ def test_another_number_of_groups_is_refused_as_in_torch():
 @pytest.mark.parametrize(
     ("name", "options"), [("SGD", {"lr": 0.1, "momentum": 0.9}), ("Adam", {"lr": 0.1}), ("AdamW", {"lr": 0.1})]
 )
-def test_what_torch_saved_goes_on_as_in_torch(name, options):
+def test_a_state_saved_by_torch_continues_as_in_torch(name, options):
     """Euclidean parameters whose training began with torch's own optimizer."""
     params = [nn.Parameter(torch.randn(5, 3)), nn.Parameter(torch.randn(()))]
     theirs = getattr(torch.optim, name)(params, **options)
@@ -131,7 +131,7 @@ def through_pickle(thing):
 
 @every
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, through_pickle], ids=["deepcopy", "pickle"])
-def test_a_copy_walks_the_same_way(make, duplicate):
+def test_a_copy_takes_the_same_steps(make, duplicate):
     optimizer = make(start())
     walk(optimizer, 1)
     other = duplicate(optimizer)
@@ -148,7 +148,7 @@ def test_a_copied_optimizer_still_refuses_points_off_the_manifold(duplicate):
     optimizer = duplicate(OPTIMIZERS["adam"](start()))
     with torch.no_grad():
         flat(optimizer.param_groups)[0].mul_(2)
-    with pytest.raises(ValueError, match=r"params\[0\] of group 0.*not on Stiefel\(\)"):
+    with pytest.raises(ValueError, match=r"params\[0\] of group 0.*must be on Stiefel\(\)"):
         walk(optimizer, 1)
 
 
@@ -177,18 +177,18 @@ def test_the_state_of_another_optimizer_is_refused():
     sgd = optim.SGD([p], momentum=0.9, manifold=Stiefel())
     sgd.step()
     with pytest.raises(
-        ValueError, match=r"^state_dict: of params\[0\].* it has momentum_buffer; it must be exp_avg, exp_avg_sq"
+        ValueError, match=r"^state_dict: the state of params\[0\].* must be exp_avg, exp_avg_sq, got momentum_buffer"
     ):
         optim.Adam([p], manifold=Stiefel()).load_state_dict(sgd.state_dict())
     scalar = optim.Adam([p], manifold=Stiefel(), second_moment="scalar")
     scalar.step()
     saved = scalar.state_dict()
     saved["param_groups"][0]["second_moment"] = "elementwise"
-    with pytest.raises(ValueError, match=r"exp_avg_sq of .* is \(1, 1\); it must be \(7, 3\)"):
+    with pytest.raises(ValueError, match=r"exp_avg_sq of .* must have shape \(7, 3\), got \(1, 1\)"):
         optim.Adam([p], manifold=Stiefel()).load_state_dict(saved)
 
 
-def test_a_momentum_that_comes_and_goes_is_torchs():
+def test_switching_momentum_on_and_off_equals_torch():
     start, ends = torch.randn(5, 3), []
     for kind in (torch.optim.SGD, optim.SGD):
         torch.manual_seed(1)

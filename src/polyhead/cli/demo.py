@@ -1,4 +1,4 @@
-"""`polyhead demo`: the sentence of every tutorial, through a trained model."""
+"""`polyhead demo`: `polyhead inspect` on the sentence of many tutorials."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import argparse
 from polyhead.cli import inspect
 
 
-def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Declare the subcommand."""
-    parser = commands.add_parser("demo", help=f'the same as: polyhead inspect "{inspect.EXAMPLE}"')
-    parser.set_defaults(text=inspect.EXAMPLE, file=None, image=None, at=None, model=None)
-    inspect.options(parser)
+    parser = commands.add_parser("demo", help=f'run: polyhead inspect "{inspect.EXAMPLE_SENTENCE}"')
+    parser.set_defaults(text=inspect.EXAMPLE_SENTENCE, file=None, image=None, at=None, model=None)
+    inspect.add_common_options(parser)

@@ -1,4 +1,4 @@
-"""`polyhead doctor`: what this installation can do, for reports and for the doubtful."""
+"""`polyhead doctor`: versions and build of this installation, for bug reports."""
 
 from __future__ import annotations
 
@@ -10,54 +10,54 @@ import numpy
 import torch
 
 import polyhead
-from polyhead._torch import missing, native
-from polyhead.models.pretrained import DEFAULT
+from polyhead._torch import native, native_missing_reason
+from polyhead.models.pretrained import DEFAULT_PACKAGE
 
-# What else the package works with, where it is installed.
-_OPTIONAL = ("matplotlib", "pillow", "rich", "safetensors", "tokenizers", "torch_geometric", "transformers")
+# Optional dependencies.
+_OPTIONAL_PACKAGES = ("matplotlib", "pillow", "rich", "safetensors", "tokenizers", "torch_geometric", "transformers")
 
 
-def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Declare the subcommand."""
-    parser = commands.add_parser("doctor", help="say what is built in, and which versions are in use")
+    parser = commands.add_parser("doctor", help="print the versions in use, and whether the C++ kernels were built")
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """One line a fact."""
-    for name, value in facts().items():
+    """Print one fact per line."""
+    for name, value in collect_facts().items():
         print(f"{name:<16}{value}")
 
 
-def facts() -> dict[str, str]:
-    """What a report of a mistake, or of a slow run, should hold."""
+def collect_facts() -> dict[str, str]:
+    """The facts that a report of a bug or of a slow run needs, by name."""
     return {
         "polyhead": polyhead.__version__,
         "python": f"{platform.python_version()} on {platform.system()} {platform.machine()}",
         "torch": torch.__version__,
         "numpy": numpy.__version__,
-        **{name: _version(name) for name in _OPTIONAL},
-        "default model": _version(DEFAULT),
-        **_kernels(),
+        **{name: _installed_version(name) for name in _OPTIONAL_PACKAGES},
+        "default model": _installed_version(DEFAULT_PACKAGE),
+        **_kernel_facts(),
         "threads": f"{torch.get_num_threads()}",
         "cuda": f"{torch.version.cuda}, {torch.cuda.device_count()} devices" if torch.cuda.is_available() else "no",
     }
 
 
-def _kernels() -> dict[str, str]:
+def _kernel_facts() -> dict[str, str]:
     if native is None:
         return {
-            "C++ kernels": f"no ({missing}). Graphs and images take portable paths, which are slower; to have them, install a C++ "
-            "compiler, then polyhead again"
+            "C++ kernels": f"no ({native_missing_reason}). Graphs and images use slower portable kernels. To build the C++ kernels, "
+            "install a C++ compiler, then reinstall polyhead"
         }
     return {
-        "C++ kernels": f"yes, by {native.compiler()}",
-        "instructions": f"{native.instruction_set()} (this CPU can: {', '.join(native.instruction_sets())})",
-        "OpenMP": "yes" if native.openmp() else "no: one thread",
+        "C++ kernels": f"yes, compiled with {native.compiler()}",
+        "instructions": f"{native.instruction_set()} (this CPU supports {', '.join(native.instruction_sets())})",
+        "OpenMP": "yes" if native.openmp() else "no, the C++ kernels run on one thread",
     }
 
 
-def _version(package: str) -> str:
+def _installed_version(package: str) -> str:
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""`polyhead inspect`: what the heads of a model do in a text or an image, as a page and as one screen of findings."""
+"""`polyhead inspect`: show what the heads of a model do on a text or an image, as a page and as one screen of findings."""
 
 from __future__ import annotations
 
@@ -14,249 +14,253 @@ import torch
 from polyhead import _files, _limits
 from polyhead.cli.inspect_image import inspect_image
 from polyhead.inspection.analysis import ablation
-from polyhead.inspection.capture.capture import NOTHING_SEEN, Capture, capture
-from polyhead.inspection.model_loading import Loaded, load
+from polyhead.inspection.capture.capture import NO_ATTENTION_SEEN, capture
+from polyhead.inspection.measured_heads import MeasuredHeads
+from polyhead.inspection.model_loading import load_text_model
 from polyhead.inspection.report.report import report
 from polyhead.inspection.roles import corpus, headline
-from polyhead.inspection.roles.find import Subject, find
+from polyhead.inspection.roles.find import find
 from polyhead.inspection.roles.roles import NO_ROLE, ROLES, Card, Found
+from polyhead.inspection.roles.subject import Subject
 from polyhead.inspection.roles.text_evidence import add_text_evidence
-from polyhead.inspection.roles.word_attention import Text
 from polyhead.models import Tokens
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-# What everybody's example says of its sentence: which word looks at which.
-EXAMPLE = "The cat that I saw yesterday ran away"
-_TAUGHT = (("cat", "ran"), ("ran", "cat"), ("that", "saw"), ("cat", "The"), ("ran", "away"))
-# A forward pass for each head is worth a wait for so many tokens.
-_EFFECT_TOKENS = 128
-_ROWS = 20
+# The sentence of many tutorials, and the pairs (query, key) that they claim for it.
+EXAMPLE_SENTENCE = "The cat that I saw yesterday ran away"
+_TEXTBOOK_PAIRS = (("cat", "ran"), ("ran", "cat"), ("that", "saw"), ("cat", "The"), ("ran", "away"))
+# Ablation takes a forward pass per head: it is skipped for texts with more tokens.
+_MAX_ABLATION_TOKENS = 128
+# Maximum number of roles in the table.
+_MAX_ROLE_ROWS = 20
 
 
-def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Declare the subcommand."""
-    parser = commands.add_parser("inspect", help="show what the heads of a model do in a text or an image")
-    parser.add_argument("text", nargs="?", help="the text to read")
+    parser = commands.add_parser("inspect", help="show what the heads of a model do on a text or an image")
+    parser.add_argument("text", nargs="?", help="the input text")
     parser.add_argument("--file", type=Path, metavar="F", help="read the text from a file")
-    parser.add_argument("--image", type=Path, metavar="F", help="show an image in place of a text; needs --model")
+    parser.add_argument("--image", type=Path, metavar="F", help="inspect an image instead of a text; requires --model")
     parser.add_argument(
         "--at",
         metavar="ROW,COLUMN",
-        help="the patch of the image that the page shows first, or a token's number: 0 for [CLS]",
+        help="the patch of the image that the page shows first, or the index of a token: 0 for [CLS]",
     )
     parser.add_argument(
         "--model",
         metavar="M",
-        help="a folder, an installed package, or an id that transformers knows (default: MiniLM-L6)",
+        help="a folder, an installed package, or a model id of transformers (default: MiniLM-L6)",
     )
-    options(parser)
+    add_common_options(parser)
 
 
-def options(parser: argparse.ArgumentParser) -> None:
-    """What `inspect` and `demo` share."""
+def add_common_options(parser: argparse.ArgumentParser) -> None:
+    """Declare the options that `inspect` and `demo` share."""
     add = parser.add_argument
-    add("--out", type=Path, default=Path("heads.html"), metavar="PAGE", help="the page (default: %(default)s)")
-    add("--open", action="store_true", help="open the page in the browser")
-    add("--all", action="store_true", help="print every head, not only those with a role")
-    add("--treebank", type=Path, metavar="F", help="measure roles on the sentences of a CoNLL-U file (.gz too)")
-    add("--gap", type=Path, metavar="F", help="measure coreference on a GAP file (.tsv, .gz too)")
-    add("--pairs", type=Path, metavar="F", help="measure pairs of your own: see docs/roles.md")
+    add("--out", type=Path, default=Path("heads.html"), metavar="PAGE", help="path of the page (default: %(default)s)")
+    add("--open", action="store_true", help="open the page in a browser")
+    add("--all", action="store_true", help="print every head, not only heads with a role")
+    add("--treebank", type=Path, metavar="F", help="measure roles on the sentences of a CoNLL-U file, plain or .gz")
+    add("--gap", type=Path, metavar="F", help="measure coreference on a GAP file, .tsv or .gz")
+    add("--pairs", type=Path, metavar="F", help="measure your own word pairs; see docs/roles.md for the format")
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Read, measure, write the page, print the findings."""
+    """Run the model, measure its heads, write the page and print the findings."""
     try:
         from rich.console import Console
     except ImportError:
-        sys.exit("polyhead inspect: findings are printed with rich: pip install 'polyhead[inspect]'")
+        sys.exit("polyhead inspect: printing requires rich: pip install 'polyhead[inspect]'")
     try:
-        # what users write is text, not markup; a table that goes into a file or a pipe is as wide as it needs
+        # user text is not markup; a file or a pipe has no width that could truncate the table
         console = Console(markup=False, highlight=False)
         if not console.is_terminal:
             console = Console(markup=False, highlight=False, width=max(120, console.width))
-        _inspect(arguments, Console(stderr=True), console)
+        _inspect_text_or_image(arguments, Console(stderr=True), console)
     except (ImportError, OSError, ValueError) as error:
-        # a ValueError of ours says which argument, an OSError which file
+        # these errors name the argument or the file: no traceback is needed
         sys.exit(f"polyhead inspect: {error}")
 
 
-def _inspect(arguments: argparse.Namespace, busy: Console, console: Console) -> None:
+def _inspect_text_or_image(arguments: argparse.Namespace, stderr: Console, console: Console) -> None:
     if arguments.image is not None and (arguments.text is not None or arguments.file is not None):
         raise ValueError("image: pass a text or --image F, not both")
     if arguments.image is None and arguments.at is not None:
-        raise ValueError("at: it is a patch of an image; pass --image F too")
+        raise ValueError("at: --at selects a patch of an image; pass --image F too")
     if arguments.image is None:
-        _inspect_text(arguments, busy, console)
+        _inspect_text(arguments, stderr, console)
     else:
-        # what cannot be written is refused now, and not after all the work
-        _files.target(arguments.out, "out")
-        inspect_image(arguments, busy, console)
-    console.print(f"\nThe page: {arguments.out}", soft_wrap=True)
+        # fail before the work if the page cannot be written
+        _files.resolve_writable_path(arguments.out, "out")
+        inspect_image(arguments, stderr, console)
+    console.print(f"\nPage written to {arguments.out}", soft_wrap=True)
     if arguments.open:
         webbrowser.open(arguments.out.resolve().as_uri())
 
 
-def _inspect_text(arguments: argparse.Namespace, busy: Console, console: Console) -> None:
-    written = _text(arguments)
-    _files.target(arguments.out, "out")
-    with busy.status("Loading the model …"):
-        loaded = load(arguments.model)
-    tokens = loaded.tokenizer(written)
+def _inspect_text(arguments: argparse.Namespace, stderr: Console, console: Console) -> None:
+    raw_text = _input_text(arguments)
+    _files.resolve_writable_path(arguments.out, "out")
+    with stderr.status("Loading the model …"):
+        model, tokenizer = load_text_model(arguments.model)
+    name = arguments.model or "MiniLM-L6"
+    tokens = tokenizer(raw_text)
     if not tokens.words:
-        raise ValueError("text: there is no word in it; the model would read nothing but special tokens")
-    subject = Subject.of(loaded.model, loaded.tokenizer)
+        raise ValueError("text must contain at least one word, got only special tokens")
+    subject = Subject.of(model, tokenizer)
     notes = []
     if subject.positions is not None and len(tokens) > subject.positions:
-        kept = tokens.shortened(subject.positions)
-        notes.append(f"{len(kept):,} of {len(tokens):,} tokens were kept: {loaded.name} reads no more.")
-        tokens = kept
-    text = Text(tokens.pieces, tokens.word_of, tokens.words)
-    with busy.status("Reading …"), torch.no_grad(), capture(loaded.model) as seen:
+        truncated = tokens.shortened(subject.positions)
+        notes.append(f"The text was truncated to {len(truncated):,} of {len(tokens):,} tokens, the maximum of {name}.")
+        tokens = truncated
+    with stderr.status("Running the model …"), torch.no_grad(), capture(model) as seen:
         try:
-            loaded.model(tokens.ids[None])
+            model(tokens.ids[None])
         except (RuntimeError, TypeError, IndexError) as error:
-            raise ValueError(f"model: {loaded.name} cannot be called with ids alone: {error}") from error
+            raise ValueError(f"model: {name} cannot be called with ids alone: {error}") from error
     if not seen:
-        raise ValueError(f"model: {NOTHING_SEEN}")
-    found = _found(arguments, subject, seen, text, busy)
-    found = _with_effects(found, loaded, tokens, busy)
+        raise ValueError(f"model: {NO_ATTENTION_SEEN}")
+    measured = MeasuredHeads(seen)
+    found = _find_roles(arguments, subject, measured, tokens, stderr)
+    found = _add_ablation_effects(found, model, tokens, stderr)
     notes += found.notes
-    told = ["The effect of removing a head is how far the text's vector turns without it: 1 − cos."]
-    first = headline.star(found)
-    sentence, rest = headline.sentence(first), headline.resting(seen, text)
-    with busy.status("Writing the page …"):
+    effect_note = "The effect of removing a head is 1 − cos between the text's embeddings with and without it."
+    first = headline.pick_headline_card(found)
+    sentence, rest = headline.card_to_sentence(first), headline.count_special_token_heads(measured, tokens)
+    with stderr.status("Writing the page …"):
         report(
-            seen, arguments.out, texts=text, title=_short(written), finding=sentence,
+            measured, arguments.out, texts=tokens, title=_truncate_title(raw_text), finding=sentence,
             star=None if first is None else (first.layer, first.head), cards=found.cards,
-            notes=[*notes, *told, *([] if rest is None else [str(rest)])], roles={role.name: role.meaning for role in ROLES},
+            notes=[*notes, effect_note, *([] if rest is None else [str(rest)])], roles={role.name: role.meaning for role in ROLES},
         )  # fmt: skip
-    _print(console, arguments, seen, text, found, sentence, rest, notes)
+    _print_findings(console, arguments, measured, tokens, found, sentence, rest, notes)
 
 
-def _text(arguments: argparse.Namespace) -> str:
+def _input_text(arguments: argparse.Namespace) -> str:
     if arguments.text is None and arguments.file is None:
         raise ValueError('text: pass a text, polyhead inspect "…", a file, --file F, or an image, --image F')
     if arguments.text is not None and arguments.file is not None:
         raise ValueError("text: pass a text or --file F, not both")
-    text = arguments.text if arguments.file is None else _read(arguments.file)
+    text = arguments.text if arguments.file is None else _read_text_file(arguments.file)
     if not text.strip():
-        raise ValueError("text: it is empty; there must be a word at the least")
+        raise ValueError("text must contain at least one word, got an empty text")
     return text
 
 
-def _read(path: Path) -> str:
+def _read_text_file(path: Path) -> str:
     try:
-        text = _files.read_bytes(path, _limits.TEXT_BYTES).decode()
+        text = _files.read_bytes_up_to(path, _limits.TEXT_BYTES).decode()
         return text.replace("\r\n", "\n").replace("\r", "\n")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: it is no text in UTF-8: {error.reason} at byte {error.start}") from error
+        raise ValueError(f"{path} must be UTF-8 text: {error.reason} at byte {error.start}") from error
 
 
-def _found(arguments: argparse.Namespace, subject: Subject, seen: Capture, text: Text, busy: Console) -> Found:
-    """The roles of the model's heads, with their strongest pairs in this text."""
+def _find_roles(
+    arguments: argparse.Namespace, subject: Subject, seen: MeasuredHeads, text: Tokens, stderr: Console
+) -> Found:
+    """Find the roles of the model's heads, with their strongest pairs in this text."""
     sentences = None if arguments.treebank is None else corpus.some(corpus.treebank(arguments.treebank))
     gap = () if arguments.gap is None else corpus.gap(arguments.gap)
     pairs = () if arguments.pairs is None else corpus.own_pairs(arguments.pairs)
-    found = find(subject, sentences=sentences, gap=gap, pairs=pairs, progress=_bar(busy, "Measuring roles"))
+    found = find(subject, sentences=sentences, gap=gap, pairs=pairs, progress=_progress_bar(stderr, "Measuring roles"))
     return add_text_evidence(found, seen, text, sentence=corpus.known(text.words))
 
 
-def _with_effects(found: Found, loaded: Loaded, tokens: Tokens, busy: Console) -> Found:
-    """The cards with what the text's vector loses when the head is taken out."""
-    if len(tokens) > _EFFECT_TOKENS:
+def _add_ablation_effects(found: Found, model: torch.nn.Module, tokens: Tokens, stderr: Console) -> Found:
+    """Add to each card how much the text's embedding changes without the head."""
+    if len(tokens) > _MAX_ABLATION_TOKENS:
         return found
-    vector = lambda ids: _hidden(loaded.model(ids)).mean(-2)
-    with busy.status("Taking heads out …"):
-        lost = ablation.ablate_embedding(loaded.model, vector, tokens.ids)
-    by_layer = list(lost.without.values())
-    changed = lambda card: card._replace(effect=float(by_layer[card.layer][card.head]))
-    return Found([changed(card) for card in found.cards], found.measured, found.notes)
+    embed = lambda ids: _hidden_states_of_output(model(ids)).mean(-2)
+    with stderr.status("Ablating heads …"):
+        ablated = ablation.ablate_embedding(model, embed, tokens.ids)
+    by_layer = list(ablated.without.values())
+    add_effect = lambda card: card._replace(effect=float(by_layer[card.layer][card.head]))
+    return Found([add_effect(card) for card in found.cards], found.measured, found.notes)
 
 
-def _hidden(output: Any) -> torch.Tensor:
-    """The hidden states of a model of ours, or of transformers'."""
+def _hidden_states_of_output(output: Any) -> torch.Tensor:
+    """The hidden states in the output of a Polyhead or transformers model."""
     return output if isinstance(output, torch.Tensor) else output[0]
 
 
-def _bar(busy: Console, what: str) -> Any:
+def _progress_bar(stderr: Console, label: str) -> Any:
     from rich.progress import track
 
-    def wrapped(items: Sequence[Any]) -> Iterable[Any]:
-        return track(items, f"{what} …", console=busy, transient=True)
+    def show_progress(items: Sequence[Any]) -> Iterable[Any]:
+        return track(items, f"{label} …", console=stderr, transient=True)
 
-    return wrapped
+    return show_progress
 
 
-def _short(text: str, most: int = 80) -> str:
+def _truncate_title(text: str, limit: int = 80) -> str:
     text = " ".join(text.split())
-    return text if len(text) <= most else text[: most - 1] + "…"
+    return text if len(text) <= limit else text[: limit - 1] + "…"
 
 
-# the screen
-
-
-def _print(
-    console: Console, arguments: argparse.Namespace, seen: Capture, text: Text, found: Found, sentence: str,
-    rest: headline.Resting | None, notes: Sequence[str],
+def _print_findings(
+    console: Console, arguments: argparse.Namespace, seen: MeasuredHeads, text: Tokens, found: Found, sentence: str,
+    rest: headline.SpecialTokenHeads | None, notes: Sequence[str],
 ) -> None:  # fmt: skip
-    """One screen: the finding, the roles with their strongest pairs, what special tokens hide, what the textbook says."""
+    """Print one screen: the headline, the table of roles, the share of special tokens, the notes and the textbook pairs."""
     console.print(sentence, style="bold")
     console.print()
     if arguments.all:
-        console.print(_every_head(found))
+        console.print(_head_table(found))
     else:
-        console.print(_roles(found))
+        console.print(_role_table(found))
     measured = next((card.on for card in found.cards if card.on not in ("", "this text")), None)
     if measured is not None:
-        console.print(f"Scores and baselines are the model's, on {measured}; the last column is this text.")
+        console.print(f"Scores and baselines were measured on {measured}; the last column is for this text.")
     number = len({(card.layer, card.head) for card in found.measured})
     console.print(f"{len(found.without_role)} of {number} heads have {NO_ROLE}.")
     for line in (*([] if rest is None else [str(rest)]), *notes):
         console.print(line)
-    if " ".join(text.words) == EXAMPLE:
-        console.print("\nWhat textbooks say of this sentence, and where it is most so:")
-        # of a head with one word for all, a single pair says nothing
-        everybody = {card.name: card.pair[1] for card in found.of_role("one word for all") if card.pair}
-        for pair in headline.strongest(seen, text, _TAUGHT):
-            verdict = "yes" if pair.weight > 0.5 else "hardly" if pair.weight > 0.2 else "no"
-            if everybody.get(pair.head) == pair.at:
-                verdict = "only as nearly all words do there"
-            console.print(f"  {pair.looks} looks at {pair.at}: {verdict}, {pair.weight:.2f} at most ({pair.head})")
+    if " ".join(text.words) == EXAMPLE_SENTENCE:
+        console.print("\nTextbook claims about this sentence, each with the head of the largest weight:")
+        # if nearly all words of a head attend to one word, a pair with that word is not evidence
+        common_key = {card.name: card.pair[1] for card in found.of_role("one word for all") if card.pair}
+        for pair in headline.strongest_head_per_pair(seen, text, _TEXTBOOK_PAIRS):
+            verdict = "yes" if pair.weight > 0.5 else "weakly" if pair.weight > 0.2 else "no"
+            if common_key.get(pair.head) == pair.key:
+                verdict = "not specifically (nearly all words do)"
+            console.print(f"  {pair.query} attends to {pair.key}: {verdict}, at most {pair.weight:.2f} ({pair.head})")
 
 
-def _roles(found: Found) -> Any:
-    """A line a role: its best head, held against the baseline, and the strongest pair in this text."""
-    table = _table("role", "head", "score", "baseline", "strongest here")
+def _role_table(found: Found) -> Any:
+    """One row per role: its best head, score and baseline, and the strongest pair in this text."""
+    table = _new_rich_table("role", "head", "score", "baseline", "strongest pair here")
     rows = [(role, found.of_role(role)) for role in dict.fromkeys(card.role for card in found.cards)]
     order = {role.name: number for number, role in enumerate(ROLES)}
-    for role, cards in sorted(rows, key=lambda row: order.get(row[0], len(order)))[:_ROWS]:
+    for role, cards in sorted(rows, key=lambda row: order.get(row[0], len(order)))[:_MAX_ROLE_ROWS]:
         more = f" and {len(cards) - 1} more" if len(cards) > 1 else ""
-        score, _, baseline, _, pair = _numbers(cards[0])
+        score, _, baseline, _, pair = _card_to_table_cells(cards[0])
         table.add_row(role, cards[0].name + more, score, baseline, pair)
     return table
 
 
-def _every_head(found: Found) -> Any:
-    table = _table("head", "role", "score", "95 %", "baseline", "without it", "strongest here")
-    for place in sorted({(card.layer, card.head) for card in found.measured}):
-        cards = found.of_head(*place)
+def _head_table(found: Found) -> Any:
+    """One row per head and role, with the heads that have no role."""
+    table = _new_rich_table("head", "role", "score", "95 % interval", "baseline", "effect", "strongest pair here")
+    for layer, head in sorted({(card.layer, card.head) for card in found.measured}):
+        cards = found.of_head(layer, head)
         for card in cards:
-            table.add_row(card.name, card.role, *_numbers(card))
+            table.add_row(card.name, card.role, *_card_to_table_cells(card))
         if not cards:
-            table.add_row(f"L{place[0]}H{place[1]}", NO_ROLE)
+            table.add_row(f"L{layer}H{head}", NO_ROLE)
     return table
 
 
-def _numbers(card: Card) -> list[str]:
+def _card_to_table_cells(card: Card) -> list[str]:
+    """Score, interval, baseline, effect and strongest pair as text."""
     pair = "" if card.pair is None else f"{card.pair[0]} → {card.pair[1]} {card.pair[2]:.2f}"
-    lost = "" if card.effect is None else f"{card.effect:.4f}"
-    return [f"{card.score:.2f}", f"{card.low:.2f}-{card.high:.2f}", f"{card.baseline:.2f}", lost, pair]
+    effect = "" if card.effect is None else f"{card.effect:.4f}"
+    return [f"{card.score:.2f}", f"{card.low:.2f}-{card.high:.2f}", f"{card.baseline:.2f}", effect, pair]
 
 
-def _table(*columns: str) -> Any:
+def _new_rich_table(*columns: str) -> Any:
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, header_style="dim")

@@ -1,4 +1,4 @@
-"""`polyhead inspect --image F`: what the heads of a model do in an image, as a page and as one screen of findings."""
+"""`polyhead inspect --image F`: show what the heads of a model do on an image, as a page and as one screen of findings."""
 
 from __future__ import annotations
 
@@ -9,158 +9,172 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from polyhead.inspection.analysis.image_stats import looking
-from polyhead.inspection.capture.capture import Capture, capture
-from polyhead.inspection.report.image_layout import imaged
+from polyhead.inspection.capture.capture import capture
+from polyhead.inspection.measured_heads import MeasuredHeads
+from polyhead.inspection.report.image_layout import lay_out_layers, measure_layer_on_image
 from polyhead.inspection.report.report import report
-from polyhead.inspection.vision_loading import read_image, seeing
+from polyhead.inspection.vision_loading import load_vision_model, read_image
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-# So many heads fit on a screen.
-_ROWS = 14
-# A head in which so many of the patches look most at one offset is like a tap of a convolution.
-_TAP = 0.5
-# A head stays near whose distance is less than so much of what even attention would have.
-_NEAR = 0.75
+# Number of heads in the table without --all: one screen.
+_MAX_HEAD_ROWS = 14
+# Share of patches with the same strongest offset from which a head counts as a convolution tap.
+_CONV_TAP_SHARE = 0.5
+# A head is local if its mean distance is below this fraction of that of uniform attention.
+_LOCAL_DISTANCE_FRACTION = 0.75
 
 
-class Row(NamedTuple):
-    """What one head does, on average over the patches."""
+class HeadRow(NamedTuple):
+    """What one head does, on average over the patches.
+
+    `fixed` is the share of patches whose strongest offset is `offset`; `special` is the share of attention on special tokens.
+    """
 
     name: str
-    star: tuple[int, int]
+    layer_and_head: tuple[int, int]
     fixed: float
-    way: str
+    offset: str
     distance: float
     entropy: float
     special: float
 
 
-def inspect_image(arguments: argparse.Namespace, busy: Console, console: Console) -> None:
-    """See, measure, write the page, print the findings."""
-    at = _at(arguments.at)
+def inspect_image(arguments: argparse.Namespace, stderr: Console, console: Console) -> None:
+    """Run the model, measure its heads, write the page and print the findings."""
+    at = _parse_at(arguments.at)
     for option in ("treebank", "gap", "pairs"):
         if getattr(arguments, option) is not None:
-            raise ValueError(f"{option}: it is for texts, and --image is given; leave one of them out")
+            raise ValueError(f"{option}: --{option} applies to texts only; leave out --{option} or --image")
     photo = read_image(arguments.image)
-    with busy.status("Loading the model …"):
-        loaded = seeing(arguments.model)
-    photo = loaded.cropped(photo)
-    with busy.status("ImageStats …"), torch.no_grad(), capture(loaded.model) as seen:
+    with stderr.status("Loading the model …"):
+        loaded = load_vision_model(arguments.model)
+    photo = loaded.crop(photo)
+    with stderr.status("Running the model …"), torch.no_grad(), capture(loaded.model) as seen:
         try:
             loaded.model(pixel_values=loaded.prepare(photo))
         except (RuntimeError, TypeError) as error:
             raise ValueError(f"model: {loaded.name} cannot be called with pixel_values alone: {error}") from error
     if not seen:
-        raise ValueError(f"model: {loaded.name!r}: this model has no attention that can be seen")
-    rows = _rows(seen, loaded.grid)
-    finding, star = _finding(rows, loaded.grid)
-    with busy.status("Writing the page …"):
+        raise ValueError(f"model: {loaded.name!r} has no attention that can be recorded")
+    measured = MeasuredHeads(seen)
+    rows = _measure_heads(measured, loaded.grid)
+    finding, star = _pick_headline(rows, loaded.grid)
+    with stderr.status("Writing the page …"):
         report(
-            seen, arguments.out, image=photo, grid=loaded.grid, at=at, star=star, finding=finding, notes=loaded.notes,
+            measured, arguments.out, image=photo, grid=loaded.grid, at=at, star=star, finding=finding, notes=loaded.notes,
             title=f"{arguments.image.name} · {Path(loaded.name).name}",
         )  # fmt: skip
     console.print(finding, style="bold")
     console.print()
-    console.print(_table(rows, len(rows) if arguments.all else _ROWS))
-    console.print(*_summary(rows), *loaded.notes, sep="\n")
+    console.print(_build_head_table(rows, len(rows) if arguments.all else _MAX_HEAD_ROWS))
+    console.print(*_summary_lines(rows), *loaded.notes, sep="\n")
 
 
-def _at(given: str | None) -> int | tuple[int, ...] | None:
-    """A patch as it is written on the command line: ROW,COLUMN, or a token's number."""
-    if given is None:
+def _parse_at(value: str | None) -> int | tuple[int, ...] | None:
+    """Parse the value of --at: ROW,COLUMN, or the index of a token."""
+    if value is None:
         return None
     try:
-        numbers = tuple(int(part) for part in given.split(","))
+        numbers = tuple(int(part) for part in value.split(","))
     except ValueError:
         numbers = ()
     if len(numbers) not in (1, 2):
         raise ValueError(
-            f"at: it is {given!r}; it must be ROW,COLUMN, such as 3,5, or a token's number, such as 0 for [CLS]"
+            f"at must be ROW,COLUMN, such as 3,5, or the index of a token, such as 0 for [CLS], got {value!r}"
         )
     return numbers if len(numbers) == 2 else numbers[0]
 
 
-def _rows(seen: Capture, grid: tuple[int, int]) -> list[Row]:
-    """A row for each head whose queries are patches, those that look most to one side first."""
+def _measure_heads(seen: MeasuredHeads, grid: tuple[int, int]) -> list[HeadRow]:
+    """One row per head whose queries are patches, sorted by the share of patches with the same strongest offset."""
     rows = []
-    for layer, view in enumerate(seen.values()):
-        over = imaged(view, grid)
-        if over is None or over.queries == over.points.queries:
+    layouts = lay_out_layers(seen, grid)
+    for layer, (name, view) in enumerate(seen.items()):
+        layout = layouts.get(name)
+        if layout is None or layout.queries == layout.points.queries:
             continue
-        found = looking(view, over.points)
+        found = measure_layer_on_image(seen.layers[name], layout).stats
         for head in range(view.shape[-3]):
             entropy, distance, special, _, fixed = (float(numbers[head]) for numbers in found[:5])
             if math.isnan(fixed):
-                # none of the patches looks at any
+                # no patch attends to any patch
                 continue
             down, right = found.offset[head].tolist()
-            place = f"L{layer}H{head}"
-            rows.append(Row(place, (layer, head), fixed, _way(down, right), distance, entropy, special))
+            rows.append(
+                HeadRow(
+                    f"L{layer}H{head}", (layer, head), fixed, _format_offset(down, right), distance, entropy, special
+                )
+            )
     if not rows:
         shapes = ", ".join(f"{name} {tuple(view.shape)}" for name, view in list(seen.items())[:3])
-        raise ValueError(f"model: no layer attends among all of its {grid[0]} x {grid[1]} patches; there are {shapes}")
+        raise ValueError(
+            f"model: no layer has all {grid[0]} x {grid[1]} patches as queries and keys; there are {shapes}"
+        )
     return sorted(rows, key=lambda row: (-row.fixed, row.distance))
 
 
-def _way(down: int, right: int) -> str:
+def _format_offset(down: int, right: int) -> str:
     steps = ((down, "down", "up"), (right, "right", "left"))
     return ", ".join(f"{abs(n)} {more if n > 0 else less}" for n, more, less in steps if n) or "itself"
 
 
-def _finding(rows: list[Row], grid: tuple[int, int]) -> tuple[str, tuple[int, int]]:
-    """The head that tells most, in one plain sentence."""
-    first, near = rows[0], min(rows, key=lambda row: row.distance)
-    if first.fixed >= _TAP:
-        where = "themselves" if first.way == "itself" else f"the patch {first.way}"
-        told = f"{first.name} is like a tap of a convolution: {first.fixed:.0%} of the patches look most at {where}."
-        return told, first.star
-    even = _even(grid)
-    if near.distance < _NEAR * even:
-        told = (
-            f"{near.name} stays near: {near.distance:.1f} patches away on average, where even attention is {even:.1f}."
+def _pick_headline(rows: list[HeadRow], grid: tuple[int, int]) -> tuple[str, tuple[int, int]]:
+    """One sentence about the most remarkable head, and the head's layer and number."""
+    first, nearest = rows[0], min(rows, key=lambda row: row.distance)
+    if first.fixed >= _CONV_TAP_SHARE:
+        key = "themselves" if first.offset == "itself" else f"the patch {first.offset}"
+        return (
+            f"{first.name} acts like a convolution tap: {first.fixed:.0%} of the patches attend most to {key}.",
+            first.layer_and_head,
         )
-        return told, near.star
+    uniform = _mean_uniform_distance(grid)
+    if nearest.distance < _LOCAL_DISTANCE_FRACTION * uniform:
+        sentence = (
+            f"{nearest.name} attends locally: its mean distance is {nearest.distance:.1f} patches, that of uniform attention "
+            f"{uniform:.1f}."
+        )
+        return sentence, nearest.layer_and_head
     return (
-        f"No head stands out: none looks to one side, and none much nearer than even attention does, {even:.1f} patches.",
-        near.star,
+        "No head stands out: none has one dominant offset, and no mean distance is much below that of uniform attention, "
+        f"{uniform:.1f} patches.",
+        nearest.layer_and_head,
     )
 
 
-def _even(grid: tuple[int, int]) -> float:
-    """How far patches look on average that look at all alike."""
+def _mean_uniform_distance(grid: tuple[int, int]) -> float:
+    """The mean distance of uniform attention, in patches."""
     point = torch.cartesian_prod(*(torch.arange(float(n)) for n in grid))
     return float(torch.cdist(point, point).mean())
 
 
-def _summary(rows: list[Row]) -> list[str]:
-    taps, resting = (sum(row.fixed >= _TAP for row in rows), sum(row.special > 0.5 for row in rows))
-    near, far = (pick(rows, key=lambda row: row.distance) for pick in (min, max))
+def _summary_lines(rows: list[HeadRow]) -> list[str]:
+    taps, resting = (sum(row.fixed >= _CONV_TAP_SHARE for row in rows), sum(row.special > 0.5 for row in rows))
+    nearest, farthest = (pick(rows, key=lambda row: row.distance) for pick in (min, max))
     lines = [
-        f"{taps} of {len(rows)} heads are like a tap of a convolution: in more than half of the patches one offset is strongest.",
+        f"{taps} of {len(rows)} heads act like a convolution tap: at least half of the patches have the same strongest offset.",
     ]
-    # where they are written alike, neither is nearest
-    if f"{near.distance:.1f}" != f"{far.distance:.1f}":
+    # distances that print alike are not ranked
+    if f"{nearest.distance:.1f}" != f"{farthest.distance:.1f}":
         lines.append(
-            f"Nearest looks {near.name}, {near.distance:.1f} patches away on average; farthest {far.name}, {far.distance:.1f}."
+            f"Mean attention distance: from {nearest.distance:.1f} patches ({nearest.name}) to {farthest.distance:.1f} ({farthest.name})."
         )
     if any(row.special > 0 for row in rows):
         lines.append(f"{resting} of {len(rows)} heads put more than half of the patches' attention on special tokens.")
     return lines
 
 
-def _table(rows: list[Row], most: int) -> Any:
+def _build_head_table(rows: list[HeadRow], limit: int) -> Any:
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, header_style="dim")
     for name in ("head", "strongest offset", "share of patches", "distance", "entropy", "on special tokens"):
         table.add_column(name, justify="left" if name in ("head", "strongest offset") else "right", no_wrap=True)
-    for row in rows[:most]:
+    for row in rows[:limit]:
         table.add_row(
-            row.name, row.way, f"{row.fixed:.0%}", f"{row.distance:.1f}", f"{row.entropy:.2f}", f"{row.special:.0%}"
+            row.name, row.offset, f"{row.fixed:.0%}", f"{row.distance:.1f}", f"{row.entropy:.2f}", f"{row.special:.0%}"
         )
-    if len(rows) > most:
-        table.add_row("…", f"{len(rows) - most} more: --all")
+    if len(rows) > limit:
+        table.add_row("…", f"{len(rows) - limit} more: --all")
     return table

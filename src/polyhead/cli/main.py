@@ -1,4 +1,4 @@
-"""`polyhead`: one subcommand a file."""
+"""`polyhead`: the entry point. Each subcommand is a file of its own."""
 
 from __future__ import annotations
 
@@ -10,13 +10,11 @@ from polyhead.cli import demo, doctor, inspect, sizes
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Read the command line and run the subcommand."""
+    """Parse the command line and run the subcommand."""
     parser = argparse.ArgumentParser(prog="polyhead", description="Multi-head attention whose heads you can see.")
     parser.add_argument("--version", action="version", version=f"polyhead {polyhead.__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
-    inspect.add(commands)
-    demo.add(commands)
-    doctor.add(commands)
-    sizes.add(commands)
-    chosen = parser.parse_args(arguments)
-    chosen.run(chosen)
+    for subcommand in (inspect, demo, doctor, sizes):
+        subcommand.add_parser(commands)
+    parsed = parser.parse_args(arguments)
+    parsed.run(parsed)

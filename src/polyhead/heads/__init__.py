@@ -1,9 +1,9 @@
-"""The view on what heads did."""
+"""`Heads`: a lazy view on the attention weights of one call."""
 
-from polyhead.heads import pytree as tree
+from polyhead.heads import pytree
 from polyhead.heads.origin import Origin
 from polyhead.heads.view import Heads, Metric
 
-tree.register()
+pytree.register_heads()
 
 __all__ = ["Heads", "Metric", "Origin"]

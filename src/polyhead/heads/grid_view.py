@@ -1,4 +1,4 @@
-"""Where the items of a view stand: points of a grid, behind special tokens that stand nowhere."""
+"""Views on a grid: the coordinates of tokens, weights by offset, and pictures."""
 
 from __future__ import annotations
 
@@ -10,139 +10,150 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from polyhead._checks import check_integer, check_integers, is_integer, shown
+from polyhead._checks import check_integer, check_integers, is_integer, short_repr
 from polyhead.metrics import blockwise
-from polyhead.metrics.blockwise import Part
-from polyhead.metrics.compute import AnyPart
-from polyhead.metrics.edges import EdgePart
+from polyhead.metrics.parts import DensePart, Part
 from polyhead.neighbourhood import Lattice
-from polyhead.neighbourhood.grid import points as grid_points
-from polyhead.neighbourhood.grid import written
-from polyhead.plots import Asking, plot_around, plot_over
+from polyhead.neighbourhood.lattice import format_sizes, unravel_index
+from polyhead.plots import QueryMarker, plot_around_query, plot_over_image
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-At = int | Sequence[int]
-# Points around a query that are told apart at most.
-_AROUND = 2**24
+IndexOrPoint = int | Sequence[int]
+# The largest number of offsets in `around`.
+_MAX_OFFSETS = 2**24
 
 
-class Points(NamedTuple):
-    """A lattice, and how many of the queries and keys, the first ones, are no points of it: tokens such as [CLS]."""
+class TokenGrid(NamedTuple):
+    """A lattice, and the number of queries and keys before it that have no coordinates: special tokens such as [CLS]."""
 
     lattice: Lattice
     queries: int
     keys: int
 
-    def number(self, at: At | None) -> int:
-        """A query's number: given as one, or as a point; the point in the middle unless given."""
+    def query_index(self, at: IndexOrPoint | None) -> int:
+        """The index of a query, given as an index or as a point; by default the point in the middle."""
         outputs = self.lattice.outputs
         if is_integer(at):
             total = self.queries + math.prod(outputs)
             return check_integer("at", at, 0, total - 1, hint=f"there are {total} queries")
         if not math.prod(outputs):
-            raise ValueError("at: no query is a point of the grid; pass a query's number, such as 0 for [CLS]")
-        place: Any = tuple(n // 2 for n in outputs) if at is None else at
-        if not isinstance(place, Sequence) or isinstance(place, str) or len(place) != len(outputs):
             raise ValueError(
-                f"at must be a point of {written(outputs)} queries, (row, column), or a query's number, got {shown(at)}"
+                f"at must be the index of a query, such as 0 for [CLS], where only keys are points of the grid, got {short_repr(at)}"
             )
-        number = 0
-        for axis, (i, n) in enumerate(zip(place, outputs, strict=True)):
-            number = number * n + check_integer(f"at[{axis}]", i, 0, n - 1)
-        return self.queries + number
+        point: Any = tuple(n // 2 for n in outputs) if at is None else at
+        if not isinstance(point, Sequence) or isinstance(point, str) or len(point) != len(outputs):
+            raise ValueError(
+                f"at must be a point of {format_sizes(outputs)} queries, (row, column), or the index of a query, got {short_repr(at)}"
+            )
+        index = 0
+        for axis, (i, n) in enumerate(zip(point, outputs, strict=True)):
+            index = index * n + check_integer(f"at[{axis}]", i, 0, n - 1)
+        return self.queries + index
 
-    def asking(self, number: int) -> Asking:
-        """A query for a picture; where the queries stand on fewer points than the keys, with its place among these."""
-        if number < self.queries:
-            return Asking(None, f"token {number}")
-        point = grid_points(torch.tensor(number - self.queries), self.lattice.outputs)
-        among_keys = point * torch.tensor(self.lattice.stride)
-        named = lambda at: f"({', '.join(map(str, at.tolist()))})"
-        stands = f", at point {named(among_keys)}" if max(self.lattice.stride) > 1 else ""
-        return Asking(tuple(among_keys.tolist()), f"query {named(point)}{stands}")
+    def query_marker(self, index: int) -> QueryMarker:
+        """A query for a picture; with a stride, its name includes its point among the keys."""
+        if index < self.queries:
+            return QueryMarker(None, f"token {index}")
+        point = unravel_index(torch.tensor(index - self.queries), self.lattice.outputs)
+        key_point = point * torch.tensor(self.lattice.stride)
+        format_point = lambda x: f"({', '.join(map(str, x.tolist()))})"
+        among_keys = f", at point {format_point(key_point)}" if max(self.lattice.stride) > 1 else ""
+        return QueryMarker(tuple(key_point.tolist()), f"query {format_point(point)}{among_keys}")
 
 
-def points_of(part: AnyPart, grid: Sequence[int] | None) -> Points:
-    """Where the items of a part stand: as its neighbourhood says, or on a grid that fills its last keys."""
-    if isinstance(part, EdgePart):
-        raise ValueError("grid: this attention is on a graph, whose nodes stand nowhere; it needs a Grid, or grid=")
-    own, sizes = part.call.over.grid, part.call.sizes
+def find_token_grid(part: Part, grid: Sequence[int] | None) -> TokenGrid:
+    """The grid of a part: that of its neighbourhood, or one of the sizes `grid`, which fills its last keys."""
+    if not isinstance(part, DensePart):
+        raise ValueError(
+            f"over must be a Grid for results on a grid, got {part.call.over!r}, whose nodes have no coordinates; for tokens in a "
+            "sequence pass grid="
+        )
+    own, sizes = part.call.over.lattice, part.call.sizes
     if own is not None:
         if grid is not None and (not isinstance(grid, Sequence) or tuple(grid) != own.sizes):
-            raise ValueError(f"grid: it is {grid!r}, but the keys of this attention stand on {own.sizes}")
-        return Points(own._replace(prefix=0), own.prefix, own.prefix)
+            raise ValueError(
+                f"grid must be {own.sizes}, the grid of this attention's keys, got {short_repr(grid)}; leave it out"
+            )
+        return TokenGrid(own._replace(prefix=0), own.prefix, own.prefix)
     if grid is None:
         raise ValueError(
-            f"grid: {part.call.over!r} does not say where items stand; pass grid=(height, width), such as (14, 14) for 196 "
-            "patches behind [CLS]"
+            f"grid must be (height, width) where over has no coordinates, got None for {part.call.over!r}; pass (14, 14) for "
+            "196 patches after [CLS]"
         )
-    given = tuple(check_integers("grid", [grid] if is_integer(grid) else grid, hint="it is (height, width)"))
-    if not given:
+    shape = tuple(check_integers("grid", [grid] if is_integer(grid) else grid, hint="it is (height, width)"))
+    if not shape:
         raise ValueError("grid must be (height, width), got ()")
-    number = math.prod(given)
-    if number > sizes.keys:
-        raise ValueError(f"grid: {written(given)} are {number} points, but there are {sizes.keys} keys")
-    # queries that are not as many as the points are tokens of their own, such as [CLS] asking all patches
-    outputs = given if sizes.queries >= number else (0,) * len(given)
-    return Points(Lattice(given, outputs, (1,) * len(given)), sizes.queries - math.prod(outputs), sizes.keys - number)
+    points = math.prod(shape)
+    if points > sizes.keys:
+        raise ValueError(
+            f"grid must have at most as many points as there are keys, {sizes.keys}, got {format_sizes(shape)} = {points}"
+        )
+    # with fewer queries than points, all queries are special tokens, such as [CLS] attending to all patches
+    outputs = shape if sizes.queries >= points else (0,) * len(shape)
+    return TokenGrid(
+        Lattice(shape, outputs, (1,) * len(shape)), sizes.queries - math.prod(outputs), sizes.keys - points
+    )
 
 
-def averaged_around(
-    part: AnyPart, points: Points, reach: int | Sequence[int], name: str = "reach"
+def average_by_offset(
+    part: Part, grid: TokenGrid, reach: int | Sequence[int], name: str = "reach"
 ) -> Float[Tensor, "... heads *window"]:
-    """The weights by where the key stands from the query: see `Heads.around`; `name` is what the caller calls the reach."""
-    assert isinstance(part, Part)
-    sizes = points.lattice.sizes
-    each = (check_integer(name, reach, 0),) * len(sizes) if is_integer(reach) else tuple(check_integers(name, reach, 0))
-    if len(each) != len(sizes):
-        raise ValueError(f"{name} must be an integer, or one for each of {len(sizes)} axes, got {shown(reach)}")
-    check_integer(f"{name}: the number of points around a query", math.prod(2 * n + 1 for n in each), 1, _AROUND)
-    asking = part.numbers("queries")
-    asking = asking[asking >= points.queries]
-    at = points.lattice.queries(part.call.q.device)
-    # special tokens have no place, but are counted
-    at = torch.cat((at.new_zeros(points.queries, len(sizes)), at))
-    return blockwise.around(part._replace(queries=asking), at, sizes, points.keys, each)
+    """The weights by offset of the key from the query: see `Heads.around`. `name` is the caller's argument for the reach."""
+    assert isinstance(part, DensePart)
+    sizes = grid.lattice.sizes
+    reaches = (
+        (check_integer(name, reach, 0),) * len(sizes) if is_integer(reach) else tuple(check_integers(name, reach, 0))
+    )
+    if len(reaches) != len(sizes):
+        raise ValueError(f"{name} must be an integer, or one for each of {len(sizes)} axes, got {short_repr(reach)}")
+    offsets = math.prod(2 * n + 1 for n in reaches)
+    check_integer(f"{name}: the number of points around a query", offsets, 1, _MAX_OFFSETS)
+    queries = part.indices("queries")
+    queries = queries[queries >= grid.queries]
+    points = grid.lattice.queries(part.call.q.device)
+    # special tokens have rows too, so that the index of a query is its row
+    points = torch.cat((points.new_zeros(grid.queries, len(sizes)), points))
+    return blockwise.mean_weights_by_offset(part._replace(queries=queries), points, sizes, grid.keys, reaches)
 
 
-def from_one(
-    part: AnyPart, points: Points, number: int
+def query_weights(
+    part: Part, grid: TokenGrid, index: int
 ) -> tuple[Float[Tensor, "... heads *sizes"], Float[Tensor, "... heads"]]:
-    """One query's weights on the points, and what it has on special tokens."""
-    assert isinstance(part, Part)
-    if number not in part.numbers("queries").tolist():
-        raise ValueError(f"at: query {number} is not among those that this view looks at")
-    w = part._replace(queries=torch.tensor([number], device=part.call.q.device)).weights()[..., 0, :]
+    """The weights of one query on the points, and its weight on special tokens."""
+    assert isinstance(part, DensePart)
+    if index not in part.indices("queries").tolist():
+        raise ValueError(f"at must be one of the queries that this view selects, got query {index}")
+    w = part._replace(queries=torch.tensor([index], device=part.call.q.device)).weights()[..., 0, :]
     if part.keys is not None:
         w = w.new_zeros(*w.shape[:-1], part.call.sizes.keys).index_copy(-1, part.keys, w)
-    return w[..., points.keys :].unflatten(-1, points.lattice.sizes), w[..., : points.keys].sum(-1)
+    return w[..., grid.keys :].unflatten(-1, grid.lattice.sizes), w[..., : grid.keys].sum(-1)
 
 
-def drawn_from(part: AnyPart, points: Points, at: At | None, image: Any, measure: str) -> Figure:
-    """Where one query looks, over the image; of one row of a batch."""
-    _check_flat(points, (2,))
-    number = points.number(at)
-    on_points, on_special = (x.detach() for x in from_one(part, points, number))
-    special = on_special.flatten().tolist() if points.keys else None
-    numbers = part.numbers("heads").tolist()
-    return plot_over(on_points.flatten(0, -3), numbers, image, points.asking(number), special, measure)
+def plot_query(part: Part, grid: TokenGrid, at: IndexOrPoint | None, image: Any, measure: str) -> Figure:
+    """The weights of one query over the image; the part has one row of a batch."""
+    _check_plottable(grid, (2,))
+    index = grid.query_index(at)
+    on_points, on_special = (x.detach() for x in query_weights(part, grid, index))
+    special = on_special.flatten().tolist() if grid.keys else None
+    heads = part.indices("heads").tolist()
+    return plot_over_image(on_points.flatten(0, -3), heads, image, grid.query_marker(index), special, measure)
 
 
-def drawn_around(part: AnyPart, points: Points, reach: int | Sequence[int], measure: str) -> Figure:
-    """Where queries look on average, seen from themselves; of one row of a batch."""
-    _check_flat(points, (1, 2))
-    maps = averaged_around(part, points, reach, "around").detach()
-    # a grid of one axis is drawn as one row
-    maps = maps.unsqueeze(-2) if len(points.lattice.sizes) == 1 else maps
-    return plot_around(maps.flatten(0, -3), part.numbers("heads").tolist(), measure)
+def plot_offsets(part: Part, grid: TokenGrid, reach: int | Sequence[int], measure: str) -> Figure:
+    """The weights by offset, averaged over the queries; the part has one row of a batch."""
+    _check_plottable(grid, (1, 2))
+    maps = average_by_offset(part, grid, reach, "around").detach()
+    # a grid with one axis becomes a picture with one row
+    maps = maps.unsqueeze(-2) if len(grid.lattice.sizes) == 1 else maps
+    return plot_around_query(maps.flatten(0, -3), part.indices("heads").tolist(), measure)
 
 
-def _check_flat(points: Points, axes: tuple[int, ...]) -> None:
-    number = len(points.lattice.sizes)
+def _check_plottable(grid: TokenGrid, axes: tuple[int, ...]) -> None:
+    number = len(grid.lattice.sizes)
     if number not in axes:
         raise ValueError(
-            f"plot: the grid has {number} {'axis' if number == 1 else 'axes'}, and this picture two; heads.around and "
-            "heads.weights have the numbers"
+            f"grid must have {' or '.join(map(str, axes))} axes for this picture, got {number}; heads.around and heads.weights "
+            "return the numbers"
         )

@@ -1,4 +1,4 @@
-"""What a view came from, and whether it has changed since."""
+"""The tensors that a view refers to, and whether they have changed since the call."""
 
 from __future__ import annotations
 
@@ -13,41 +13,41 @@ from polyhead.score import Dot
 
 
 class Origin(NamedTuple):
-    """What a view came from besides the attention itself: what the layer made of the heads' outputs."""
+    """The results of the layer that a view refers to besides the call itself."""
 
     outputs: Float[Tensor, "... heads queries value_dim"]
-    join: Float[Tensor, "out heads_dim"] | None = None
+    w_o: Float[Tensor, "out heads_dim"] | None = None
     gate: Float[Tensor, " heads"] | None = None
-    # the log-sum-exp of the scores, without the sink, where the kernel told
+    # the log-sum-exp of the scores, without the sink, if the kernel returned it
     lse: Float[Tensor, "... heads queries"] | None = None
 
 
-# What the weights are computed from; the others are needed by some answers.
-WEIGHTS_NEED = ("q", "k", "over", "score", "position", "bias", "sink", "cache")
-WATCHED = (*WEIGHTS_NEED, "v", "outputs", "W_O", "gate")
+# The weights are computed from these; some results need others too.
+NEEDED_FOR_WEIGHTS = ("q", "k", "over", "score", "position", "bias", "sink", "cache")
+WATCHED_TENSORS = (*NEEDED_FOR_WEIGHTS, "v", "outputs", "W_O", "gate")
 
 
-def versions(call: Call, origin: Origin, cache: Any) -> tuple[object, ...]:
-    """A count of in-place changes of all that a view points to, in the order of `WATCHED`."""
-    q, k, v, over, score, table, bias, sink, _, _ = call
-    # a cache only appends, and counts by itself
+def tensor_versions(call: Call, origin: Origin, cache: Any) -> tuple[object, ...]:
+    """The versions of everything that a view refers to, in the order of `WATCHED_TENSORS`."""
+    q, k, v, over, score, relative_bias, bias, sink, _, _ = call
+    # a cache appends in place, and counts its other changes itself
     cached = cache is not None
     return (
-        _version(q),
-        None if cached else _version(k),
-        () if type(over) is Dense else tuple(_version(x) for x in over.leaves()),
-        () if type(score) is Dot else tuple(_version(x) for x in score.learned()),
-        _version(table),
-        _version(bias),
-        _version(sink),
+        _identity_and_version(q),
+        None if cached else _identity_and_version(k),
+        () if type(over) is Dense else tuple(_identity_and_version(x) for x in over.leaves()),
+        () if type(score) is Dot else tuple(_identity_and_version(x) for x in score.learned()),
+        _identity_and_version(relative_bias),
+        _identity_and_version(bias),
+        _identity_and_version(sink),
         None if cache is None else cache.generation,
-        None if cached else _version(v),
-        _version(origin.outputs),
-        _version(origin.join),
-        _version(origin.gate),
+        None if cached else _identity_and_version(v),
+        _identity_and_version(origin.outputs),
+        _identity_and_version(origin.w_o),
+        _identity_and_version(origin.gate),
     )
 
 
-def _version(x: Tensor | None) -> tuple[int, int] | None:
-    # tensors made under torch.inference_mode() are not counted
+def _identity_and_version(x: Tensor | None) -> tuple[int, int] | None:
+    # tensors created under torch.inference_mode() have no version
     return None if x is None or x.is_inference() else (id(x), x._version)

@@ -10,45 +10,45 @@ from torch.utils import _pytree as pytree
 from polyhead.heads.origin import Origin
 from polyhead.heads.view import Heads
 from polyhead.kernels import Call
-from polyhead.metrics.blockwise import Part
-from polyhead.metrics.edges import EdgePart
-from polyhead.neighbourhood import Graph
+from polyhead.metrics.parts import part_of
 from polyhead.score import Dot
 
 
-def register() -> None:
-    """Tell torch how to take a view apart and put it together."""
+def register_heads() -> None:
+    """Register `Heads` with torch's pytrees."""
     pytree.register_pytree_node(
         Heads,
-        _flatten,
-        _unflatten,
+        _flatten_heads,
+        _unflatten_heads,
         serialized_type_name="polyhead.heads.Heads",
-        to_dumpable_context=_dumpable,
+        to_dumpable_context=_to_dumpable_context,
         from_dumpable_context=lambda dumped: (tuple(dumped[0]), Dot(dumped[1]), dumped[2]),
     )
 
 
-def _flatten(heads: Heads) -> tuple[list[Any], Any]:
+def _flatten_heads(heads: Heads) -> tuple[list[Any], Any]:
     fields: dict[str, Any] = {**heads._part.call._asdict(), **heads._part._asdict(), **heads._origin._asdict()}
     static = {name: fields.pop(name) for name in ("score", "dropout", "call")}
     present = {name: field for name, field in fields.items() if field is not None}
     return list(present.values()), (tuple(present), static["score"], static["dropout"])
 
 
-def _unflatten(children: Any, context: Any) -> Heads:
+def _unflatten_heads(children: Any, context: Any) -> Heads:
     names, score, dropout = context
     fields = dict(zip(names, children, strict=True))
     take: Callable[[Any], dict[str, Any]] = lambda kind: {n: fields.get(n) for n in kind._fields}
     call = Call(**{**take(Call), "score": score, "dropout": dropout})
     heads = object.__new__(Heads)
-    kind = EdgePart if isinstance(call.over, Graph) else Part
+    kind: Any = type(part_of(call))
     heads._part, heads._origin = kind(**{**take(kind), "call": call}), Origin(**take(Origin))
-    heads._seen = heads._cache = None
+    heads._versions = heads._cache = None
     return heads
 
 
-def _dumpable(context: Any) -> Any:
+def _to_dumpable_context(context: Any) -> Any:
     names, score, dropout = context
     if type(score) is not Dot:
-        raise ValueError(f"score: a view on {type(score).__name__} scores cannot be written into an exported program")
+        raise ValueError(
+            f"score must be Dot in an exported program that returns Heads, got {type(score).__name__}; return the output alone"
+        )
     return names, score.scale, dropout

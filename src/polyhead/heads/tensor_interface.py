@@ -1,4 +1,4 @@
-"""A view as the tensor that it stands for: it has the weights' shape, indexes like them, and becomes them where needed."""
+"""A view as a tensor: it has the shape of the weights, can be indexed like them, and is converted to them where needed."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from polyhead.heads.indexing import chosen, narrowed, one
-from polyhead.metrics.compute import AnyPart
+from polyhead.heads.indexing import unit_slice
+from polyhead.metrics.parts import Part, select_rows
 
 if TYPE_CHECKING:
     import numpy as np
 
 
-class AsTensor(ABC):
-    """What makes `Heads` pass for its weights; they are computed when a number is asked for."""
+class TensorInterface(ABC):
+    """The tensor interface of `Heads`: the weights are computed when their values are needed."""
 
-    _part: AnyPart
+    _part: Part
 
     @property
     @abstractmethod
@@ -30,36 +30,37 @@ class AsTensor(ABC):
     def numpy(self) -> np.ndarray[Any, Any]: ...
 
     @abstractmethod
-    def _fresh(self, *also: str) -> AnyPart: ...
+    def _fresh_part(self, *also: str) -> Part: ...
 
     @property
     def shape(self) -> torch.Size:
         return self._part.shape
 
     def __getitem__(self, index: Any) -> Tensor:
-        """Part of the weights; numbers and slices compute no more than they name."""
-        given = index if isinstance(index, tuple) else (index,)
-        plain = all(i is Ellipsis or (isinstance(i, (int, slice)) and not isinstance(i, bool)) for i in given)
-        if not plain or len(given) > len(self.shape) + 1 or given.count(Ellipsis) > 1:
+        """Part of the weights; integers and slices compute only the part that they select."""
+        indices = index if isinstance(index, tuple) else (index,)
+        basic = all(i is Ellipsis or (isinstance(i, (int, slice)) and not isinstance(i, bool)) for i in indices)
+        if not basic or len(indices) > len(self.shape) + 1 or indices.count(Ellipsis) > 1:
             return self.weights[index]
-        place = given.index(Ellipsis) if Ellipsis in given else len(given)
-        behind = len(given) - place - 1 if Ellipsis in given else 0
-        filled = (*given[:place], *[slice(None)] * (len(self.shape) - place - behind), *given[len(given) - behind :])
-        if len(filled) != len(self.shape):
-            raise IndexError(f"too many indices: {len(given)} for a view of {len(self.shape)} axes")
-        slices = [one(i, n) if isinstance(i, int) else i for i, n in zip(filled, self.shape, strict=True)]
+        before = indices.index(Ellipsis) if Ellipsis in indices else len(indices)
+        after = len(indices) - before - 1 if Ellipsis in indices else 0
+        omitted = [slice(None)] * (len(self.shape) - before - after)
+        full = (*indices[:before], *omitted, *indices[len(indices) - after :])
+        if len(full) != len(self.shape):
+            raise IndexError(f"too many indices: {len(indices)} for a view of {len(self.shape)} axes")
+        slices = [unit_slice(i, n) if isinstance(i, int) else i for i, n in zip(full, self.shape, strict=True)]
         own = len(self._part.axes)
-        part = narrowed(self._fresh(), slices[:-own])
+        part = select_rows(self._fresh_part(), tuple(slices[:-own]))
         for axis, s in zip(part.axes, slices[-own:], strict=True):
             if s != slice(None):
-                part = chosen(part, axis, part.numbers(axis)[s])
+                part = part.select(axis, part.indices(axis)[s])
         w = part.weights().to(self.dtype)
-        return w[tuple(0 if isinstance(i, int) else slice(None) for i in filled)]
+        return w[tuple(0 if isinstance(i, int) else slice(None) for i in full)]
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        is_heads = lambda x: isinstance(x, AsTensor)
-        to_tensor = lambda x: x.weights if isinstance(x, AsTensor) else x
+        is_heads = lambda x: isinstance(x, TensorInterface)
+        to_tensor = lambda x: x.weights if isinstance(x, TensorInterface) else x
         args, kwargs = pytree.tree_map(to_tensor, (tuple(args), kwargs or {}), is_leaf=is_heads)
         return func(*args, **kwargs)
 
@@ -72,7 +73,7 @@ class AsTensor(ABC):
             raise AttributeError(f"Heads has no attribute {name!r}")
         if name.endswith("_"):
             raise AttributeError(
-                f"Heads is a view that is computed anew: {name}() would change nothing; use heads.weights"
+                f"Heads is a read-only view: {name}() would change nothing; call it on a tensor, heads.weights"
             )
         return getattr(self.weights, name)
 
@@ -82,8 +83,8 @@ class AsTensor(ABC):
     @property
     def requires_grad(self) -> bool:
         call = self._part.call
-        learned = (call.q, call.k, call.table, call.bias, call.sink, *call.score.learned(), *call.over.leaves())
-        return any(x is not None and x.requires_grad for x in learned)
+        sources = (call.q, call.k, call.relative_bias, call.bias, call.sink, *call.score.learned(), *call.over.leaves())
+        return any(x is not None and x.requires_grad for x in sources)
 
     def numel(self) -> int:
         return self.shape.numel()
@@ -113,11 +114,13 @@ class AsTensor(ABC):
         return (self[i] for i in range(len(self)))
 
 
-def _as_tensor(name: str) -> Callable[..., Any]:
+def _apply_to_weights(name: str) -> Callable[..., Any]:
     method = getattr(Tensor, name)
 
-    def apply(self: AsTensor, *others: Any) -> Any:
-        return method(self.weights, *(other.weights if isinstance(other, AsTensor) else other for other in others))
+    def apply(self: TensorInterface, *others: Any) -> Any:
+        return method(
+            self.weights, *(other.weights if isinstance(other, TensorInterface) else other for other in others)
+        )
 
     return apply
 
@@ -125,4 +128,4 @@ def _as_tensor(name: str) -> Callable[..., Any]:
 for _name in (
     ["add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "matmul", "rmatmul", "pow", "neg", "abs", "eq", "ne", "lt", "le", "gt", "ge"]
 ):  # fmt: skip
-    setattr(AsTensor, f"__{_name}__", _as_tensor(f"__{_name}__"))
+    setattr(TensorInterface, f"__{_name}__", _apply_to_weights(f"__{_name}__"))

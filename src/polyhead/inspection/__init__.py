@@ -6,12 +6,13 @@ from polyhead.inspection.analysis.self_dominance import SelfDominance, self_domi
 from polyhead.inspection.analysis.subspaces import Variance, captured_variance, principal_angles, subspaces
 from polyhead.inspection.capture.capture import Capture, CapturedHeads, capture
 from polyhead.inspection.capture.head_metrics import METRICS, HeadMetrics
-from polyhead.inspection.report.report import Page, report
+from polyhead.inspection.report.html_page import Page
+from polyhead.inspection.report.report import report
 from polyhead.inspection.roles import corpus
-from polyhead.inspection.roles.find import Subject, find, induction
+from polyhead.inspection.roles.find import find, induction
 from polyhead.inspection.roles.roles import ROLES
+from polyhead.inspection.roles.subject import Subject
 from polyhead.inspection.roles.text_evidence import add_text_evidence, positional
-from polyhead.inspection.roles.word_attention import Text
 
 __all__ = [
     "METRICS",
@@ -22,7 +23,6 @@ __all__ = [
     "Page",
     "SelfDominance",
     "Subject",
-    "Text",
     "Variance",
     "ablation",
     "add_text_evidence",

@@ -1,4 +1,4 @@
-"""A model by its name, for the command line: one of ours, or one of transformers'."""
+"""Load a model by name for the command line: one of Polyhead, or one of transformers."""
 
 from __future__ import annotations
 
@@ -7,152 +7,147 @@ import importlib
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 
 from polyhead import _limits, models
-from polyhead.models import Tokenizer
-from polyhead.models import checkpoint_files as files
-from polyhead.models.pretrained import ARCHITECTURES
+from polyhead.models import Tokenizer, checkpoint_files
+from polyhead.models.pretrained import CLASS_BY_MODEL_TYPE
 
-# parameters that checkpoints leave out, such as a pooler's
-_UNSTORED = 1 << 24
-
-
-class Loaded(NamedTuple):
-    """A model in evaluation mode, its tokenizer, and what it is called."""
-
-    model: nn.Module
-    tokenizer: Tokenizer
-    name: str
+# parameters that checkpoints may leave out, such as a pooler's
+_MAX_UNSTORED_PARAMETERS = 1 << 24
 
 
-def load(name: str | None = None) -> Loaded:
-    """The default model, or one by a folder, an installed package, or an id that transformers knows.
+def load_text_model(name: str | None = None) -> tuple[nn.Module, Tokenizer]:
+    """The default model in evaluation mode and its tokenizer, or those of a folder, an installed package, or an id that transformers knows.
 
     Raises:
-        FileNotFoundError: where there is no such model, or a file is missing from it.
-        ValueError: where a file is not what it should be.
-        ImportError: where a library is needed, with the command that installs it.
+        FileNotFoundError: if the model does not exist, or lacks a file.
+        ValueError: if a file is malformed.
+        ImportError: if a library is missing, with the command that installs it.
     """
     if name is None:
-        return Loaded(*models.default(), "MiniLM-L6")
-    found = folder_or_id(name)
-    if isinstance(found, Path) and _kind(found) in (None, *ARCHITECTURES):
-        return Loaded(*models.load(found), name)
-    return _of_transformers(str(found))
+        return models.default()
+    found = resolve_folder_or_id(name)
+    if isinstance(found, Path) and _read_model_type(found) in (None, *CLASS_BY_MODEL_TYPE):
+        return models.load(found)
+    return _load_transformers_with_tokenizer(str(found))
 
 
-def folder_or_id(name: str) -> Path | str:
-    """The folder of a model, its own or an installed package's; or its name, where that could be an id of the Hub.
+def resolve_folder_or_id(name: str) -> Path | str:
+    """The folder of a model, possibly in an installed package; or the name itself if it has the form of a Hub id.
 
     Raises:
-        FileNotFoundError: where it is neither.
+        FileNotFoundError: if it is neither.
     """
     try:
-        return files.folder(name)
+        return checkpoint_files.find_checkpoint_folder(name)
     except FileNotFoundError:
         # such as google-bert/bert-base-uncased
         if re.fullmatch(r"\w[\w.-]*/[\w.-]+", name):
             return name
-        if re.fullmatch(r"\w[\w.-]*", name) and not files.places(name):
+        if re.fullmatch(r"\w[\w.-]*", name) and not checkpoint_files.find_package_folders(name):
             raise FileNotFoundError(
-                f"model: {name!r} is no folder and no installed package, and no id of the Hugging Face Hub: these are owner/name"
+                f"model must be a folder, an installed package or a Hugging Face Hub id, owner/name, got {name!r}"
             ) from None
         raise
 
 
-def _kind(folder: Path) -> str | None:
-    """The architecture that a folder names; None where its config.json is not what it should be."""
+def _read_model_type(folder: Path) -> str | None:
+    """The architecture in the config.json of a folder; None if it cannot be read."""
     try:
-        return str(files.read_json(folder / files.CONFIG)["model_type"])
+        return str(checkpoint_files.read_json(folder / checkpoint_files.CONFIG_FILE)["model_type"])
     except (OSError, ValueError, KeyError):
         return None
 
 
-def _of_transformers(name: str) -> Loaded:
-    """A text model that transformers reads."""
-    model = of_transformers(name)
-    tokenizer = beside(name, files.TOKENIZER)
+def _load_transformers_with_tokenizer(name: str) -> tuple[nn.Module, Tokenizer]:
+    """A text model of transformers and its tokenizer."""
+    model = load_transformers_model(name)
+    tokenizer = find_model_file(name, checkpoint_files.TOKENIZER_FILE)
     if tokenizer is None:
-        raise ValueError(f"model: {name!r} has no {files.TOKENIZER}; a text is read with one (an image with --image F)")
-    return Loaded(model, Tokenizer(tokenizer), name)
+        raise ValueError(
+            f"model must have a {checkpoint_files.TOKENIZER_FILE} to read a text, got {name!r} without one; pass an image with --image F"
+        )
+    return model, Tokenizer(tokenizer)
 
 
-def of_transformers(name: str) -> nn.Module:
-    """A model that transformers reads: from a folder, or by an id, from its cache or the net."""
+def load_transformers_model(name: str) -> nn.Module:
+    """Load a model with transformers: from a folder, or by an id from its cache or the network."""
     folder = Path(name) if Path(name).is_dir() else None
-    if folder is not None and files.weights(folder) is None:
-        raise ValueError(f"model: {name} has no {files.WEIGHTS}; pickles are not read, since they can run code")
-    transformers = _transformers(name)
-    config = beside(name, files.CONFIG)
+    if folder is not None and checkpoint_files.find_weights_file(folder) is None:
+        raise ValueError(
+            f"model must have a {checkpoint_files.WEIGHTS_FILE}, got {name} without one; pickles are not read, since they can run code"
+        )
+    transformers = _import_transformers(name)
+    config = find_model_file(name, checkpoint_files.CONFIG_FILE)
     if config is not None:
-        _check_layers(config, files.read_json(config))
+        _check_layer_count(config, checkpoint_files.read_json(config))
     if folder is not None:
-        _check_size(transformers, folder)
+        _check_parameter_count(transformers, folder)
     model: nn.Module
-    with _said(transformers, name):
-        # safetensors only, and none of its own code: a pickle can run code too
+    with _translate_transformers_errors(transformers, name):
+        # safetensors only: pickles and remote code can run anything
         model, found = transformers.AutoModel.from_pretrained(
             name, use_safetensors=True, trust_remote_code=False, output_loading_info=True
         )
-    _check_filled(name, found["missing_keys"])
+    _check_no_layer_tensor_is_missing(name, found["missing_keys"])
     return model.eval()
 
 
 @contextlib.contextmanager
-def _said(transformers: Any, name: str) -> Iterator[None]:
-    """transformers without its own reports; what it raises about a model as an error of ours."""
+def _translate_transformers_errors(transformers: Any, name: str) -> Iterator[None]:
+    """Silence the logging of transformers, and raise its errors about a model as ValueErrors."""
     try:
-        with _quiet(transformers.utils.logging):
+        with _silence_logging(transformers.utils.logging):
             yield
     except ImportError:
         raise
-    # of a configuration that is not what it should be, any other may come
+    # a malformed configuration may raise anything
     except Exception as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]
         first = " ".join(line.strip() for line in lines[: 2 if lines[0].endswith(":") else 1])
-        where = ":" if Path(name).is_dir() else " is no folder and no installed package, and"
-        raise ValueError(f"model: {name!r}{where} transformers says: {first}") from error
+        which = "" if Path(name).is_dir() else ", which is neither a folder nor an installed package,"
+        raise ValueError(f"model {name!r}{which} cannot be read by transformers: {first}") from error
 
 
-def _check_layers(path: Path, fields: dict[str, Any]) -> None:
-    """Raise where a config.json, or an object in it, speaks of more layers than any model has: building them would take hours."""
+def _check_layer_count(path: Path, fields: dict[str, Any]) -> None:
+    """Raise if a config.json, or an object in it, asks for too many layers: building them would take hours."""
     for key, value in fields.items():
         if isinstance(value, dict):
-            _check_layers(path, value)
-        elif re.search(r"(^|_)layers?$", key) and isinstance(value, int) and value > _limits.LAYERS:
-            raise ValueError(f"{path}: {key} must be at most {_limits.LAYERS:,}, got {value:,}")
+            _check_layer_count(path, value)
+        elif re.search(r"(^|_)layers?$", key) and isinstance(value, int) and value > _limits.CONFIG_LAYERS:
+            raise ValueError(f"{path}: {key} must be at most {_limits.CONFIG_LAYERS:,}, got {value:,}")
 
 
-def _check_size(transformers: Any, folder: Path) -> None:
-    """Raise where a config.json speaks of many more parameters than the files can hold: the rest would be drawn at random."""
+def _check_parameter_count(transformers: Any, folder: Path) -> None:
+    """Raise if a config.json asks for many more parameters than the files can hold: the rest would be random."""
     stored = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-    with _said(transformers, str(folder)), torch.device("meta"):
+    with _translate_transformers_errors(transformers, str(folder)), torch.device("meta"):
         config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
         model = transformers.AutoModel.from_config(config, trust_remote_code=False)
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    # two bits each at the least, and what is not stored
-    if parameters > 4 * stored + _UNSTORED:
+    # at least two bits each, besides parameters that are not stored
+    if parameters > 4 * stored + _MAX_UNSTORED_PARAMETERS:
         raise ValueError(
-            f"{folder / files.CONFIG}: the weights beside it must hold the {parameters:,} parameters that it speaks of, got {stored:,} bytes"
+            f"{folder / checkpoint_files.CONFIG_FILE}: its {parameters:,} parameters must be in the weights beside it, got {stored:,} bytes"
         )
 
 
-def _check_filled(name: str, missing: Iterable[str]) -> None:
-    """Raise where a checkpoint lacks tensors of layers: transformers draws them at random, and what heads do would be nonsense."""
+def _check_no_layer_tensor_is_missing(name: str, missing: Iterable[str]) -> None:
+    """Raise if a checkpoint lacks tensors of layers: transformers would initialise them at random."""
     lacking = sorted(tensor for tensor in missing if re.search(r"\.\d+\.", tensor))
     if lacking:
         raise ValueError(
-            f"model: {name!r} must have all tensors of its layers, got none of the {len(lacking):,} such as {lacking[0]}"
+            f"model {name!r} must have all tensors of its layers, but lacks {len(lacking):,}, such as {lacking[0]}"
         )
 
 
 @contextlib.contextmanager
-def _quiet(logging: Any) -> Iterator[None]:
-    """transformers' logging without reports and progress bars, until the end of the block."""
+def _silence_logging(logging: Any) -> Iterator[None]:
+    """No log messages and progress bars of transformers until the end of the block."""
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -164,22 +159,22 @@ def _quiet(logging: Any) -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def beside(name: str, file: str) -> Path | None:
-    """A file of a model that transformers reads; None where there is none."""
+def find_model_file(name: str, file: str) -> Path | None:
+    """The path of a file of a model of transformers; None if it does not have it."""
     folder = Path(name)
     if folder.is_dir():
         return folder / file if (folder / file).is_file() else None
-    transformers = _transformers(name)
+    transformers = _import_transformers(name)
     try:
-        with _quiet(transformers.utils.logging):
+        with _silence_logging(transformers.utils.logging):
             found = transformers.utils.cached_file(name, file)
     except (OSError, ValueError):
         return None
     return None if found is None else Path(found)
 
 
-def _transformers(name: str) -> Any:
+def _import_transformers(name: str) -> Any:
     try:
         return importlib.import_module("transformers")
     except ImportError as error:
-        raise ImportError(f"model: {name!r} is read with transformers: pip install transformers") from error
+        raise ImportError(f"model {name!r} needs transformers: pip install transformers") from error

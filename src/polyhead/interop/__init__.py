@@ -1,1 +1,1 @@
-"""Drop-in classes for other libraries' layers."""
+"""Drop-in replacements for other libraries' layers, and conversion from and to them."""

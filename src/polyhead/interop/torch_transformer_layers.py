@@ -1,4 +1,4 @@
-"""torch's layers of encoders and decoders as layers of ours."""
+"""Convert torch's encoder and decoder layers to `TransformerLayer`."""
 
 from __future__ import annotations
 
@@ -12,26 +12,28 @@ from torch import nn
 from polyhead.interop.torch import from_torch
 from polyhead.nn import FeedForward, TransformerLayer
 
-_ACTIVATIONS = {F.relu: "relu", F.gelu: "gelu"}
-_MODULES: dict[type, str] = {nn.ReLU: "relu", nn.GELU: "gelu"}
+_NAME_BY_ACTIVATION_FUNCTION = {F.relu: "relu", F.gelu: "gelu"}
+_NAME_BY_ACTIVATION_MODULE: dict[type, str] = {nn.ReLU: "relu", nn.GELU: "gelu"}
 
 
 def layer_from_torch(layer: nn.TransformerEncoderLayer | nn.TransformerDecoderLayer) -> TransformerLayer:
-    """A `TransformerLayer` with a copy of the weights of torch's layer, and its outputs.
+    """A `TransformerLayer` with a copy of the weights of torch's layer, and the same outputs.
 
-    In training it drops the same share of each part's output and of the pairs, but nothing inside of the feed-forward network.
+    In training it applies the same dropout to attention weights and residual branches, but none inside the feed-forward network.
 
     Raises:
         ValueError: for other modules, `batch_first=False`, and activations other than relu and gelu.
     """
     if not isinstance(layer, (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)):
         raise ValueError(
-            f"layer: it is {type(layer).__name__}; it must be a torch.nn.TransformerEncoderLayer or TransformerDecoderLayer"
+            f"layer must be a torch.nn.TransformerEncoderLayer or TransformerDecoderLayer, got {type(layer).__name__}"
         )
     module: Any = layer
-    activation = _ACTIVATIONS.get(module.activation) or _MODULES.get(type(module.activation))
+    activation = _NAME_BY_ACTIVATION_FUNCTION.get(module.activation) or _NAME_BY_ACTIVATION_MODULE.get(
+        type(module.activation)
+    )
     if activation is None or getattr(module.activation, "approximate", "none") != "none":
-        raise ValueError(f"layer: its activation is {module.activation!r:.60}; it must be relu or gelu")
+        raise ValueError(f"layer must have the activation relu or gelu, got {module.activation!r:.60}")
     decoder = isinstance(layer, nn.TransformerDecoderLayer)
     feedforward = FeedForward(
         module.linear1.in_features,

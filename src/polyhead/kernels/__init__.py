@@ -1,27 +1,45 @@
-"""The kernels, in the order in which they are asked: the first that does not refuse a call computes it."""
+"""The kernels, in order of preference: the first one that does not refuse a call computes it."""
 
-from polyhead.kernels.call import Call, Kernel, Result
-from polyhead.kernels.edges_native import Native
-from polyhead.kernels.edges_torch import Edges
+from jaxtyping import Float
+from torch import Tensor
+
+from polyhead.kernels.call import Call, Kernel, OutputAndLse
+from polyhead.kernels.edges_native import EdgesNative
+from polyhead.kernels.edges_torch import EdgesTorch, edge_weights
 from polyhead.kernels.fused import Fused
-from polyhead.kernels.grid import OnGrid
+from polyhead.kernels.grid import GridNative
 from polyhead.kernels.offsets import AtOffsets
-from polyhead.kernels.reference import Reference
+from polyhead.kernels.reference import Reference, pair_weights
 from polyhead.kernels.short import Short
 from polyhead.kernels.tiled import Tiled
-from polyhead.kernels.windows_as_graph import Pairs
+from polyhead.kernels.windows_as_graph import WindowsAsGraph
 from polyhead.neighbourhood import Graph, Grid, Offsets
 
-ALONG_KEYS: tuple[Kernel, ...] = (Fused(), Short(), Tiled(), Reference())
-ON_GRIDS: tuple[Kernel, ...] = (Fused(), OnGrid(), Pairs(), Short(), Tiled(), Reference())
-AT_OFFSETS: tuple[Kernel, ...] = (AtOffsets(), Tiled(), Reference())
-ALONG_EDGES: tuple[Kernel, ...] = (Native(), Edges(), Reference())
-_BY_KIND = {Graph: ALONG_EDGES, Grid: ON_GRIDS, Offsets: AT_OFFSETS}
+SEQUENCE_KERNELS: tuple[Kernel, ...] = (Fused(), Short(), Tiled(), Reference())
+GRID_KERNELS: tuple[Kernel, ...] = (Fused(), GridNative(), WindowsAsGraph(), Short(), Tiled(), Reference())
+OFFSET_KERNELS: tuple[Kernel, ...] = (AtOffsets(), Tiled(), Reference())
+GRAPH_KERNELS: tuple[Kernel, ...] = (EdgesNative(), EdgesTorch(), Reference())
+_KERNELS_BY_NEIGHBOURHOOD = {Graph: GRAPH_KERNELS, Grid: GRID_KERNELS, Offsets: OFFSET_KERNELS}
 
 
-def kernels(call: Call) -> tuple[Kernel, ...]:
-    """Those that might take a call: by edges on a graph, by points of a grid, by stretches of keys elsewhere."""
-    return _BY_KIND.get(type(call.over), ALONG_KEYS)
+def candidate_kernels(call: Call) -> tuple[Kernel, ...]:
+    """The candidates for a call: along edges on a `Graph`, on the points of a `Grid`, along keys elsewhere."""
+    return _KERNELS_BY_NEIGHBOURHOOD.get(type(call.over), SEQUENCE_KERNELS)
 
 
-__all__ = ["ALONG_EDGES", "ALONG_KEYS", "AT_OFFSETS", "ON_GRIDS", "Call", "Kernel", "Result", "kernels"]
+def attention_weights_of(call: Call) -> Float[Tensor, "... heads queries keys"] | Float[Tensor, "... heads edges"]:
+    """The weights of a call before dropout, in at least fp32: one per pair, or on a graph one per edge."""
+    return edge_weights(call) if isinstance(call.over, Graph) else pair_weights(call)
+
+
+__all__ = [
+    "GRAPH_KERNELS",
+    "GRID_KERNELS",
+    "OFFSET_KERNELS",
+    "SEQUENCE_KERNELS",
+    "Call",
+    "Kernel",
+    "OutputAndLse",
+    "attention_weights_of",
+    "candidate_kernels",
+]

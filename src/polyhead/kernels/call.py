@@ -1,4 +1,4 @@
-"""One attention, as every kernel receives it."""
+"""The arguments of one attention call, as every kernel receives them."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from polyhead.score import Score
 
 
 class Call(NamedTuple):
-    """What a kernel is asked to do. Positions have already rotated `q` and `k`, or stand in `table`.
+    """One attention call. Positions have already rotated `q` and `k`, or are in `relative_bias`.
 
-    `k` and `v` may have fewer heads than `q`: consecutive heads of `q` share one of theirs.
+    `k` and `v` may have fewer heads than `q`: consecutive query heads then share one key or value head.
     """
 
     q: Float[Tensor, "... heads queries dim"]
@@ -23,10 +23,10 @@ class Call(NamedTuple):
     v: Float[Tensor, "... value_heads keys value_dim"]
     over: Neighbourhood
     score: Score
-    # one number a head and distance: entry d belongs to the key d + 1 - keys after the query
-    table: Float[Tensor, "heads distances"] | None = None
+    # one number per head and relative position key − query: entry d is for the relative position d + 1 - keys
+    relative_bias: Float[Tensor, "heads distances"] | None = None
     bias: Float[Tensor, "... #heads #queries #keys"] | None = None
-    # the logit of one more key, of value zero, that every query may choose
+    # the logit per head of an extra key that every query may attend to; its value is zero
     sink: Float[Tensor, " heads"] | None = None
     dropout: float = 0.0
     seed: Int[Tensor, ""] | None = None
@@ -37,36 +37,36 @@ class Call(NamedTuple):
         return Sizes(tuple(q[:-3]), q[-3], q[-2], self.k.shape[-2])
 
 
-Result = tuple[Float[Tensor, "... heads queries value_dim"], Float[Tensor, "... heads queries"] | None]
+OutputAndLse = tuple[Float[Tensor, "... heads queries value_dim"], Float[Tensor, "... heads queries"] | None]
 
 
 class Kernel(Protocol):
-    """Computes a call, or says in words why it does not.
+    """Computes a call, or gives the reason why it cannot.
 
-    It returns the output and the log-sum-exp of each row of scores, without the sink (-inf where a query has no key);
-    None in its place where the call has no sink and a fused kernel keeps it to itself.
+    Calling it returns the output and the log-sum-exp of each row of scores, without the sink (-inf where a query has no key).
+    A fused kernel that does not expose the log-sum-exp returns None for it, but only if the call has no sink.
     """
 
     name: str
 
     def refuses(self, call: Call) -> str | None: ...
 
-    def __call__(self, call: Call) -> Result: ...
+    def __call__(self, call: Call) -> OutputAndLse: ...
 
 
-def to_heads(x: Float[Tensor, "... own items dim"], heads: int) -> Float[Tensor, "... heads items dim"]:
-    """Grouped keys or values given out to every head."""
+def repeat_grouped_heads(x: Float[Tensor, "... own items dim"], heads: int) -> Float[Tensor, "... heads items dim"]:
+    """Repeat grouped keys or values, so that every query head has its own."""
     own = x.shape[-3]
     return x if own == heads else x.repeat_interleave(heads // own, -3)
 
 
-def flat(x: Float[Tensor, "... heads items dim"]) -> Float[Tensor, "batch heads items dim"]:
-    """All batch axes as one."""
+def flatten_batch(x: Float[Tensor, "... heads items dim"]) -> Float[Tensor, "batch heads items dim"]:
+    """Merge all batch axes into one."""
     return x if x.dim() == 4 else x.flatten(0, -4) if x.dim() > 4 else x[None]
 
 
-def rows(x: Tensor, batch: tuple[int, ...], own: int) -> Tensor:
-    """(rows, *own axes): one row for the whole batch where `x` is the same for all of it."""
+def flatten_batch_unless_shared(x: Tensor, batch: tuple[int, ...], own: int) -> Tensor:
+    """(rows, *own axes) of `x`, which has `own` axes besides the batch; one row if it is the same for the whole batch."""
     shape = tuple(x.shape)
     shape = (1,) * (own - len(shape)) + shape
     rest = shape[len(shape) - own :]
@@ -75,23 +75,23 @@ def rows(x: Tensor, batch: tuple[int, ...], own: int) -> Tensor:
     return x.expand(*batch, *rest).reshape(-1, *rest)
 
 
-def intervals(call: Call) -> tuple[Int[Tensor, "rows queries"], Int[Tensor, "rows queries"]]:
-    """The stretch of keys of each query; one row for the whole batch where it is the same for all of it."""
+def key_intervals(call: Call) -> tuple[Int[Tensor, "rows queries"], Int[Tensor, "rows queries"]]:
+    """The interval of keys `[first, stop)` of each query; one row if it is the same for the whole batch."""
     batch, _, queries, keys = call.sizes
-    # a neighbourhood of somebody's own may give the two in different shapes
+    # a user's neighbourhood may return the two in different shapes
     ends = torch.broadcast_tensors(*call.over.interval(queries, keys, call.q.device))
-    first, stop = (rows(end.expand(*end.shape[:-1], queries), batch, 1) for end in ends)
+    first, stop = (flatten_batch_unless_shared(end.expand(*end.shape[:-1], queries), batch, 1) for end in ends)
     return first, stop
 
 
-def axes(x: Float[Tensor, "batch heads items dim"]) -> list[int]:
-    """A tensor as the C++ takes it, whose features lie side by side: where it begins, and its strides."""
+def pointer_and_strides(x: Float[Tensor, "batch heads items dim"]) -> list[int]:
+    """A tensor with contiguous features as the C++ kernels take it: its address, and the strides of batch, heads and items."""
     return [x.data_ptr(), *x.stride()[:3]]
 
 
-def room(
+def empty_item_major(
     x: Float[Tensor, "batch heads items dim"], width: int | None = None
 ) -> Float[Tensor, "batch heads items width"]:
-    """Room for a tensor of these axes with the heads inside of the items, so that joining them is free."""
+    """An uninitialised tensor shaped like `x`, laid out as (batch, items, heads, width): merging the heads copies nothing."""
     batch, heads, items, features = x.shape
     return x.new_empty(batch, items, heads, features if width is None else width).transpose(1, 2)

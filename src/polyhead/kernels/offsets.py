@@ -1,4 +1,4 @@
-"""Attention at fixed offsets: each head and query has one key, whose value is fetched, or a few, which are gathered."""
+"""Attention at fixed offsets: each head and query attends to one key, whose value is fetched, or to a few, which are gathered."""
 
 from __future__ import annotations
 
@@ -9,45 +9,45 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from polyhead._torch import widened, without_autocast
-from polyhead.kernels.call import Call, Result, to_heads
-from polyhead.kernels.dropout import keeps
-from polyhead.kernels.reference import softmax
+from polyhead._torch import to_at_least_fp32, without_autocast
+from polyhead.kernels.call import Call, OutputAndLse, repeat_grouped_heads
+from polyhead.kernels.dropout import keep_mask
+from polyhead.kernels.reference import softmax_and_lse
 from polyhead.neighbourhood import Offsets
 
 
 class AtOffsets:
-    """Any score over `Offsets`: memory and time are linear in the points."""
+    """Any score over `Offsets`, in time and memory linear in the points."""
 
     name = "offsets"
 
     def refuses(self, call: Call) -> str | None:
         return None if call.bias is None else "it adds no bias"
 
-    def __call__(self, call: Call) -> Result:
+    def __call__(self, call: Call) -> OutputAndLse:
         assert isinstance(call.over, Offsets)
         index = call.over.index.to(call.q.device)
         if call.over.several > 1:
             with without_autocast(call.q.device):
                 return attend_gathered(call, index)
-        # the softmax of one number is 1
-        out = _fetched(*_bordered(call.v, index[..., 0]))
+        # the softmax of a single score is 1
+        out = _fetch_values(*_append_zero_row(call.v, index[..., 0]))
         if call.dropout > 0:
-            out = out * _kept(call, index)
-        return out.to(call.v.dtype), None if call.sink is None else _scores(call, index)[..., 0]
+            out = out * _dropout_factor(call, index)
+        return out.to(call.v.dtype), None if call.sink is None else _gathered_scores(call, index)[..., 0]
 
 
-def _bordered(
+def _append_zero_row(
     x: Float[Tensor, "... own keys dim"], index: Int[Tensor, "*any"]
 ) -> tuple[Float[Tensor, "... own keys+1 dim"], Int[Tensor, "*any"]]:
-    """Keys or values in at least fp32 with a row of zeros behind them, which whoever looks beyond the border finds."""
-    return F.pad(widened(x), (0, 0, 0, 1)), index.masked_fill(index < 0, x.shape[-2])
+    """Keys or values in at least fp32 with a row of zeros appended, to which offsets beyond the border (-1) point."""
+    return F.pad(to_at_least_fp32(x), (0, 0, 0, 1)), index.masked_fill(index < 0, x.shape[-2])
 
 
-def _fetched(
+def _fetch_values(
     v: Float[Tensor, "... value_heads keys dim"], index: Int[Tensor, "heads queries"]
 ) -> Float[Tensor, "... heads queries dim"]:
-    """Of each head and query the value of its key, heads inside items so that joining the heads is free."""
+    """The value of the key of each head and query, laid out with heads inside items: merging the heads copies nothing."""
     heads, queries = index.shape
     if v.shape[-3] == 1:
         rows = v.squeeze(-3).index_select(-2, index.T.flatten())
@@ -56,38 +56,42 @@ def _fetched(
     return v.transpose(-3, -2)[..., index.T, head, :].transpose(-3, -2)
 
 
-def attend_gathered(call: Call, index: Int[Tensor, "heads queries several"]) -> Result:
-    """Attention of each query to the keys of these numbers, -1 for none, whatever the neighbourhood of the call says."""
-    p, lse = softmax(_scores(call, index))
+def attend_gathered(call: Call, index: Int[Tensor, "heads queries several"]) -> OutputAndLse:
+    """Attention of each query to the keys with these indices (-1: no key). The neighbourhood of the call is ignored."""
+    p, lse = softmax_and_lse(_gathered_scores(call, index))
     if call.dropout > 0:
-        p = p * _kept(call, index)
+        p = p * _dropout_factor(call, index)
     head = torch.arange(call.sizes.heads, device=index.device)[:, None, None]
-    v, at = _bordered(call.v, index)
-    v = to_heads(v, call.sizes.heads)[..., head, at, :]
+    v, at = _append_zero_row(call.v, index)
+    v = repeat_grouped_heads(v, call.sizes.heads)[..., head, at, :]
     return (p[..., None] * v).sum(-2).to(call.v.dtype), lse
 
 
-def _kept(call: Call, index: Int[Tensor, "heads queries several"]) -> Float[Tensor, "... heads queries several"]:
-    """What dropout multiplies each weight with."""
+def _dropout_factor(
+    call: Call, index: Int[Tensor, "heads queries several"]
+) -> Float[Tensor, "... heads queries several"]:
+    """The dropout factor of each weight: 0, or 1 / (1 - dropout)."""
     assert call.seed is not None
     batch, heads, queries, _ = call.sizes
     device = call.q.device
     number = torch.arange(math.prod((*batch, heads)), device=device).reshape(*batch, heads, 1, 1)
-    kept = keeps(call.seed, number, torch.arange(queries, device=device)[:, None], index, call.dropout)
-    return kept.to(torch.promote_types(call.v.dtype, torch.float32)) / (1 - call.dropout)
+    keep = keep_mask(call.seed, number, torch.arange(queries, device=device)[:, None], index, call.dropout)
+    return keep.to(torch.promote_types(call.v.dtype, torch.float32)) / (1 - call.dropout)
 
 
-def _scores(call: Call, index: Int[Tensor, "heads queries several"]) -> Float[Tensor, "... heads queries several"]:
-    """The score of each pair; -inf where there is no key."""
+def _gathered_scores(
+    call: Call, index: Int[Tensor, "heads queries several"]
+) -> Float[Tensor, "... heads queries several"]:
+    """The score of each pair, -inf where there is no key."""
     _, heads, queries, keys = call.sizes
     several = index.shape[-1]
     head = torch.arange(heads, device=index.device)[:, None]
-    k, at = _bordered(call.k, index)
+    k, at = _append_zero_row(call.k, index)
     with without_autocast(call.q.device):
-        q = widened(call.q).repeat_interleave(several, -2)
-        s = call.score.pairs(q, to_heads(k, heads)[..., head, at.flatten(1), :])
+        q = to_at_least_fp32(call.q).repeat_interleave(several, -2)
+        s = call.score.pairs(q, repeat_grouped_heads(k, heads)[..., head, at.flatten(1), :])
     s = s.unflatten(-1, (queries, several))
-    if call.table is not None:
+    if call.relative_bias is not None:
         position = torch.arange(keys - queries, keys, device=index.device)[:, None]
-        s = s + call.table.to(s.dtype)[head[..., None], index.clamp(min=0) - position + (keys - 1)]
+        s = s + call.relative_bias.to(s.dtype)[head[..., None], index.clamp(min=0) - position + (keys - 1)]
     return s.masked_fill(index < 0, -torch.inf)

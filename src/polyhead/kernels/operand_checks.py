@@ -1,4 +1,4 @@
-"""What operators must be given: anyone can call them by torch.ops, and neither C++ nor torch's fused kernels look at shapes."""
+"""Argument checks of the torch operators: anyone can call them through torch.ops, and neither the C++ nor torch's fused kernels check shapes."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 
-def check_operands(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Raise unless an operator may read q, k and v side by side: anyone can call it, with any tensors."""
+def check_qkv_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Raise unless the shapes of q, k and v fit together."""
     fits = q.dim() == k.dim() == v.dim() == 4 and 0 not in (*q.shape, *k.shape, *v.shape)
     if fits:
         (batch, heads, _, dim), (_, key_heads, keys, _), (_, value_heads, _, width) = q.shape, k.shape, v.shape
@@ -21,9 +21,9 @@ def check_operands(q: Tensor, k: Tensor, v: Tensor) -> None:
         )
 
 
-def check_native_operands(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> None:
-    """The same for operators in C++, which read fp32 or fp64 on the CPU, and keys and values of as many heads."""
-    check_operands(q, k, v)
+def check_native_qkv(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> None:
+    """The same for the C++ operators, which take fp32 or fp64 on the CPU, and as many key heads as value heads."""
+    check_qkv_shapes(q, k, v)
     dtypes = q.dtype == k.dtype == v.dtype and q.dtype in (torch.float32, torch.float64)
     if not dtypes or not (q.is_cpu and k.is_cpu and v.is_cpu):
         raise ValueError(
@@ -37,7 +37,7 @@ def check_native_operands(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> No
 
 
 def check_operand(name: str, x: Tensor | None, shape: tuple[int, ...], like: Tensor) -> None:
-    """Raise where a tensor that goes with `like` has another shape, dtype or device."""
+    """Raise unless `x` is None, or has this shape and the dtype and device of `like`."""
     if x is not None and (x.shape != shape or x.dtype != like.dtype or x.device != like.device):
         raise ValueError(
             f"{name} must be {like.dtype} of shape {shape} on {like.device}, got {x.dtype} of shape {tuple(x.shape)} on {x.device}"

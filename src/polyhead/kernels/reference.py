@@ -8,11 +8,11 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from polyhead._torch import values_readable, without_autocast
-from polyhead.kernels.call import Call, Result, to_heads
-from polyhead.kernels.dropout import keeps
-from polyhead.kernels.nan_safe_products import dots, scored_apart, weighted_sum
-from polyhead.linalg.foreach import finite
+from polyhead._torch import can_branch_on_values, without_autocast
+from polyhead.kernels.call import Call, OutputAndLse, repeat_grouped_heads
+from polyhead.kernels.dropout import keep_mask
+from polyhead.kernels.nan_safe_products import masked_dot_products, masked_weighted_sum, nan_safe_scores
+from polyhead.linalg.foreach import all_finite
 from polyhead.neighbourhood import Graph, Mask
 from polyhead.score import Dot
 
@@ -27,16 +27,16 @@ class Reference:
             return None
         if call.over.features is not None or call.over.weights is not None or call.bias is not None:
             return "it sees which pairs are edges, and nothing else of a Graph"
-        return "an edge is there twice" if call.over.duplicates else None
+        return "the graph has duplicate edges" if call.over.duplicates else None
 
-    def __call__(self, call: Call) -> Result:
-        s, hidden = _scored(call)
-        p, lse = softmax(s)
+    def __call__(self, call: Call) -> OutputAndLse:
+        s, hidden = _scores_and_hidden(call)
+        p, lse = softmax_and_lse(s)
         if call.dropout > 0:
-            p = p * kept(call) / (1 - call.dropout)
+            p = p * pair_keep_mask(call) / (1 - call.dropout)
         with without_autocast(p.device):
-            v = to_heads(call.v.to(p.dtype), call.q.shape[-3])
-            out = p @ v if call.over.full else weighted_sum(p, v, hidden)
+            v = repeat_grouped_heads(call.v.to(p.dtype), call.q.shape[-3])
+            out = p @ v if call.over.full else masked_weighted_sum(p, v, hidden)
             return out.to(call.v.dtype), lse
 
 
@@ -52,110 +52,110 @@ def attend_intervals(
     seed: Int[Tensor, ""] | None,
     scale: float,
     dropout: float,
-) -> Result:
-    """Dot products over the keys `[first, stop)` of each query, where a mask allows them: what kernels with intervals compute."""
+) -> OutputAndLse:
+    """Dot-product attention over the keys `[first, stop)` of each query that the mask allows: the definition of `short` and `tiled`."""
     key = torch.arange(k.shape[-2], device=q.device)
     allowed = ((key >= first[..., None]) & (key < stop[..., None]))[:, None]
     over = Mask(allowed if mask is None else allowed & mask)
     return Reference()(Call(q, k, v, over, Dot(scale), table, bias, None, dropout, seed))
 
 
-def scores(
+def masked_scores(
     call: Call,
     queries: Int[Tensor, " rows"] | None = None,
     heads: Int[Tensor, " some"] | None = None,
     span: tuple[int, int] | None = None,
 ) -> Float[Tensor, "... heads queries keys"]:
-    """The scores in at least fp32, -inf where attention may not go; of all queries, heads and keys, or of some.
+    """The scores in at least fp32, -inf at forbidden pairs; of all queries, heads and keys, or of some.
 
-    `span` is a stretch of keys, [first, stop).
+    `span` is an interval of keys, [first, stop).
     """
-    return _scored(call, queries, heads, span)[0]
+    return _scores_and_hidden(call, queries, heads, span)[0]
 
 
-def _scored(
+def _scores_and_hidden(
     call: Call,
     queries: Int[Tensor, " rows"] | None = None,
     heads: Int[Tensor, " some"] | None = None,
     span: tuple[int, int] | None = None,
 ) -> tuple[Float[Tensor, "... heads queries keys"], Bool[Tensor, "... queries keys"]]:
-    """The scores, and which of them are not allowed."""
+    """The scores, and which pairs are forbidden."""
     _, number, rows, keys = call.sizes
     device = call.q.device
     head = torch.arange(number, device=device) if heads is None else heads
     row = torch.arange(rows, device=device) if queries is None else queries
     begin, end = (0, keys) if span is None else span
-    q = chosen(call.q, -2, queries)
+    q = select_unless_broadcast(call.q, -2, queries)
     wide = torch.promote_types(q.dtype, torch.float32)
     k = (call.k if span is None else call.k[..., begin:end, :]).to(wide)
-    # other scores may own numbers of each head: they are asked about all
+    # other scores may have parameters per head: they compute all heads
     early = heads if type(call.score) is Dot else None
-    q = chosen(q, -3, early)
-    k = to_heads(k, number) if early is None else k.index_select(-3, early // (number // k.shape[-3]))
+    q = select_unless_broadcast(q, -3, early)
+    k = repeat_grouped_heads(k, number) if early is None else k.index_select(-3, early // (number // k.shape[-3]))
     key, position = torch.arange(begin, end, device=device), row[:, None] + (keys - rows)
     hidden = ~call.over.allows(head[:, None, None], position, key)
     with without_autocast(device):
-        s = _products(call, q.to(wide), k, hidden)
+        s = _unmasked_scores(call, q.to(wide), k, hidden)
     if heads is not None and early is None:
         s = s.index_select(-3, heads)
-    if call.table is not None:
-        s = s + chosen(call.table, -2, heads).to(wide)[..., key - position + (keys - 1)]
+    if call.relative_bias is not None:
+        s = s + select_unless_broadcast(call.relative_bias, -2, heads).to(wide)[..., key - position + (keys - 1)]
     if call.bias is not None:
         bias = call.bias if call.bias.shape[-1] == 1 else call.bias[..., begin:end]
-        s = s + chosen(chosen(bias, -3, heads), -2, queries).to(wide)
+        s = s + select_unless_broadcast(select_unless_broadcast(bias, -3, heads), -2, queries).to(wide)
     return s.masked_fill(hidden, -torch.inf), hidden
 
 
-def _products(call: Call, q: Tensor, k: Tensor, hidden: Tensor) -> Tensor:
+def _unmasked_scores(call: Call, q: Tensor, k: Tensor, hidden: Tensor) -> Tensor:
     if type(call.score) is Dot and not call.over.full:
-        return dots(q * call.score.factor(q.shape[-1]), k, hidden)
-    if call.over.full or (values_readable(q) and finite([q.detach()]) and finite([k.detach()])):
+        return masked_dot_products(q * call.score.factor(q.shape[-1]), k, hidden)
+    if call.over.full or (can_branch_on_values(q) and all_finite([q.detach()]) and all_finite([k.detach()])):
         s: Tensor = call.score(q, k)
         return s
-    return scored_apart(call.score, q, k)
+    return nan_safe_scores(call.score, q, k)
 
 
-def chosen(x: Tensor, axis: int, index: Tensor | None) -> Tensor:
-    """`x` at `index`, unless it is the same for all."""
+def select_unless_broadcast(x: Tensor, axis: int, index: Tensor | None) -> Tensor:
+    """`x` at `index` along `axis`, or `x` if it broadcasts there."""
     if index is None or x.dim() < -axis or x.shape[axis] == 1:
         return x
     return x.index_select(axis, index)
 
 
-def weights(
+def pair_weights(
     call: Call,
     queries: Int[Tensor, " rows"] | None = None,
     heads: Int[Tensor, " some"] | None = None,
     span: tuple[int, int] | None = None,
 ) -> Float[Tensor, "... heads queries keys"]:
-    """The weights that the values are summed with, before dropout, in at least fp32; of all queries, heads, keys or some.
+    """The attention weights before dropout, in at least fp32; of all queries, heads and keys, or of some.
 
-    A `span` has to hold every key that these queries may attend to.
+    A `span` must contain every key that these queries may attend to.
     """
-    p, lse = softmax(scores(call, queries, heads, span))
+    p, lse = softmax_and_lse(masked_scores(call, queries, heads, span))
     if call.sink is not None:
-        p = p * through_sink(lse, chosen(call.sink, -1, heads))
+        p = p * non_sink_share(lse, select_unless_broadcast(call.sink, -1, heads))
     return p
 
 
-def softmax(s: Float[Tensor, "... keys"]) -> tuple[Float[Tensor, "... keys"], Float[Tensor, "..."]]:
-    """The weights and the log-sum-exp of each row; a row of -inf gives zeros and -inf, and no NaN in its gradient."""
+def softmax_and_lse(s: Float[Tensor, "... keys"]) -> tuple[Float[Tensor, "... keys"], Float[Tensor, "..."]]:
+    """The weights and the log-sum-exp of each row; a row of -inf gives zeros and -inf, without NaN in its gradient."""
     if s.shape[-1] == 0:
         return s, s.new_full(s.shape[:-1], -torch.inf)
     empty = s.amax(-1) == -torch.inf
     safe = s.masked_fill(empty[..., None], 0.0)
-    # not exp(s - lse), which loses the log of the number of keys where all scores are far from zero
+    # exp(s - lse) would lose the log of the number of keys where all scores are far from zero
     p = safe.softmax(-1).masked_fill(s == -torch.inf, 0.0)
     return p, safe.logsumexp(-1).masked_fill(empty, -torch.inf)
 
 
-def kept(call: Call) -> Tensor:
-    """Which pairs dropout leaves, for every head of every row of the batch."""
+def pair_keep_mask(call: Call) -> Tensor:
+    """Which pairs dropout keeps, for every head of every row of the batch."""
     assert call.seed is not None
     batch, heads, queries, keys = call.sizes
     device = call.q.device
     number = torch.arange(math.prod((*batch, heads)), device=device).reshape(*batch, heads, 1, 1)
-    return keeps(
+    return keep_mask(
         call.seed,
         number,
         torch.arange(queries, device=device)[:, None],
@@ -164,10 +164,10 @@ def kept(call: Call) -> Tensor:
     )
 
 
-def through_sink(
+def non_sink_share(
     lse: Float[Tensor, "... heads queries"], sink: Float[Tensor, "... heads"]
 ) -> Float[Tensor, "... heads queries 1"]:
     """The share of attention that does not go to the sink: e^lse / (e^lse + e^sink)."""
-    # -inf - -inf is not a number: a query with no key, whose output is zero, has a share of anything
+    # -inf - -inf is NaN; the output of a query without keys is zero, so its share may be anything
     above = lse.masked_fill(lse == -torch.inf, 0.0) - sink.to(lse.dtype)[..., :, None]
     return torch.sigmoid(above)[..., None]

@@ -1,7 +1,7 @@
-"""Where a neighbourhood is turned into skipped blocks.
+"""Turns a neighbourhood into skipped blocks.
 
-A neighbourhood gives each query the interval of keys it may attend to (`Neighbourhood.interval`). `plan` cuts the
-intervals into rectangles of queries x keys; what lies in no rectangle is never computed, forward or backward.
+A neighbourhood gives each query the interval of keys it may attend to (`Neighbourhood.interval`). `plan_tiles` cuts the
+intervals into rectangles of queries x keys. Pairs outside all rectangles are never computed, forward or backward.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import numpy.typing as npt
 
 Bounds = npt.NDArray[np.int64]
 
-# Queries in one rectangle where the intervals slide: fewer compute less outside the band, more fill the cores better.
-BLOCK = 128
-# Runs of queries shorter than this are not worth a rectangle of their own.
-SHORT = 32
+# Queries per rectangle where the intervals slide: fewer waste less work outside the band, more use the cores better.
+BLOCK_QUERIES = 128
+# Shorter runs of queries are not worth a rectangle of their own.
+MIN_RUN_LENGTH = 32
 
 
 class Tile(NamedTuple):
@@ -30,57 +30,59 @@ class Tile(NamedTuple):
     k0: int
     k1: int
     shape: str
-    """`"full"`: every pair; `"causal"`: a lower triangle; `"ragged"`: as the intervals say."""
+    """`"full"`: every pair; `"causal"`: a lower triangle; `"ragged"`: given by the intervals."""
 
 
-def plan(
-    first: Bounds, stop: Bounds, batch: int, *, block: int = BLOCK, whole: bool = True, together: bool = False
+def plan_tiles(
+    first: Bounds, stop: Bounds, batch: int, *, block: int = BLOCK_QUERIES, whole: bool = True, together: bool = False
 ) -> list[Tile]:
     """Cut the intervals (rows, queries) of a batch into tiles.
 
     Args:
-        first, stop: of each query, `[first, stop)`; one row for all of the batch, or one for each.
-        batch: how many rows the batch has.
-        block: how many queries a ragged tile has at the most.
+        first, stop: the interval `[first, stop)` of each query; one row for the whole batch, or one per batch row.
+        batch: the number of rows of the batch.
+        block: the largest number of queries in a ragged tile.
         whole: leave full and causal tiles in one piece.
-        together: one tile for rows that differ; for rows so small that a call costs more than their work.
+        together: make one tile for rows that differ, if they are so small that a call costs more than their work.
     """
     if len(first) > 1 and (first == first[0]).all() and (stop == stop[0]).all():
         first, stop = first[:1], stop[:1]
     if len(first) == 1:
-        return list(_row(first[0], stop[0], 0, batch, block, whole))
+        return list(_tiles_of_row(first[0], stop[0], 0, batch, block, whole))
     if together and (stop > first).any():
         live = stop > first
         k0, k1 = int(first[live].min()), int(stop[live].max())
         return [Tile(0, batch, 0, first.shape[1], k0, k1, "ragged")]
-    return [tile for b in range(batch) for tile in _row(first[b], stop[b], b, b + 1, block, whole)]
+    return [tile for b in range(batch) for tile in _tiles_of_row(first[b], stop[b], b, b + 1, block, whole)]
 
 
-def _row(first: Bounds, stop: Bounds, b0: int, b1: int, block: int, whole: bool) -> Iterator[Tile]:
-    for q0, q1 in _pieces(first, stop):
-        tile = _tile(first, stop, b0, b1, q0, q1)
+def _tiles_of_row(first: Bounds, stop: Bounds, b0: int, b1: int, block: int, whole: bool) -> Iterator[Tile]:
+    for q0, q1 in _runs_of_queries(first, stop):
+        tile = _bounding_tile(first, stop, b0, b1, q0, q1)
         if tile is None:
             continue
         if tile.q1 - tile.q0 <= block or (whole and tile.shape != "ragged"):
             yield tile
             continue
-        blocks = (_tile(first, stop, b0, b1, q, min(q + block, tile.q1)) for q in range(tile.q0, tile.q1, block))
+        blocks = (
+            _bounding_tile(first, stop, b0, b1, q, min(q + block, tile.q1)) for q in range(tile.q0, tile.q1, block)
+        )
         yield from (tile for tile in blocks if tile is not None)
 
 
-def _pieces(first: Bounds, stop: Bounds) -> Iterator[tuple[int, int]]:
-    """Stretches of queries whose intervals stand still or slide; a jump of either end begins a new one."""
+def _runs_of_queries(first: Bounds, stop: Bounds) -> Iterator[tuple[int, int]]:
+    """Runs of queries whose intervals stay or slide by one; a jump of either end starts a new run."""
     jumps = (np.diff(first) >> 1 != 0) | (np.diff(stop) >> 1 != 0)
     edges = [0, *(np.flatnonzero(jumps) + 1).tolist(), len(first)]
     begin = 0
     for edge, following in zip(edges[1:], [*edges[2:], None], strict=True):
-        if following is None or (edge - begin >= SHORT and following - edge >= SHORT):
+        if following is None or (edge - begin >= MIN_RUN_LENGTH and following - edge >= MIN_RUN_LENGTH):
             yield begin, edge
             begin = edge
 
 
-def _tile(first: Bounds, stop: Bounds, b0: int, b1: int, q0: int, q1: int) -> Tile | None:
-    """The hull of these queries' intervals, without the queries at either end that have no key."""
+def _bounding_tile(first: Bounds, stop: Bounds, b0: int, b1: int, q0: int, q1: int) -> Tile | None:
+    """The bounding rectangle of these queries' intervals, without queries at either end that have no key."""
     live = np.flatnonzero(stop[q0:q1] > first[q0:q1])
     if not len(live):
         return None

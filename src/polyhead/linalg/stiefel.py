@@ -1,6 +1,6 @@
-"""Steps on the Stiefel manifold by a C++ kernel: each matrix where it lies, all of its step in a core's own cache.
+"""Steps on the Stiefel manifold by a C++ kernel: in place, one matrix at a time, in the cache of one core.
 
-What it computes is defined by `manifold.Stiefel` and the optimizers' `move`.
+`manifold.Stiefel` and the optimizers' `move` define the result.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from polyhead._torch import intercepted, missing, native, values_unavailable
+from polyhead._torch import is_torch_intercepted, is_tracing_or_dataless, native, native_missing_reason
 from polyhead.manifold import Manifold, Stiefel
 
-# Wider matrices do not stay in a core's cache: torch is better at their products.
-WIDEST = 128
+# Wider matrices do not fit into a core's cache, and torch's products are faster.
+MAX_COLUMNS = 128
 # Fewer products are not worth a second thread.
-_PARALLEL = 1 << 16
+_MIN_PARALLEL_WORK = 1 << 16
 
 
 @dataclasses.dataclass(frozen=True)
-class Rule:
-    """What an optimizer makes of a gradient r: a direction d, which is followed for a length of `scale`.
+class StepRule:
+    """How an optimizer turns a gradient r into a step of `scale` · d.
 
-    first = keep · first + add · r, and d = now · r + ahead · first; where nothing is kept, d = r.
+    first = keep · first + add · r, and d = now · r + ahead · first; without a first moment, d = r.
     second = keep_second · second + (1 − keep_second) · r², and d is divided by √second · root + eps.
     """
 
@@ -40,108 +40,108 @@ class Rule:
     root: float = 1.0
     eps: float = 0.0
     tangent: bool = False
-    """Whether what is normal to the manifold is taken out of d."""
+    """Whether d is projected onto the tangent space."""
     transport: bool = False
-    """Whether it is taken out of `first` where the step has ended."""
+    """Whether `first` is projected onto the tangent space at the new point."""
 
 
-def refuses(on: Manifold, rule: Rule, columns: Sequence[Sequence[Tensor]]) -> str | None:
-    """Why the kernel does not move these parameters, if it does not.
+def refuses_step(on: Manifold, rule: StepRule, columns: Sequence[Sequence[Tensor]]) -> str | None:
+    """The reason why the kernel cannot move these parameters, or None.
 
     Args:
-        on: where they lie.
-        rule: how they move.
-        columns: the parameters, their gradients, and what is kept for each: the first moments and the second, or nothing.
-            The parameters are of one shape, layout and dtype, and on one device.
+        on: their manifold.
+        rule: the rule of the step.
+        columns: the parameters, their gradients, and, if the optimizer has them, their first and second moments. The
+            parameters have one shape, layout, dtype and device.
     """
     if native is None:
-        return f"there are no C++ kernels: {missing}"
+        return f"there are no C++ kernels: {native_missing_reason}"
     if type(on) is not Stiefel or on.retraction != "polar":
-        return f"it goes to the nearest point of the Stiefel manifold, and not as {on!r}"
-    if values_unavailable() or intercepted():
-        return "torch compiles, transforms or watches what is done"
+        return f"it retracts to the nearest point of the Stiefel manifold, got {on!r}"
+    if is_tracing_or_dataless() or is_torch_intercepted():
+        return "torch compiles, transforms or intercepts the step"
     x = columns[0][0]
     if x.dtype not in (torch.float32, torch.float64):
-        return f"it computes in fp32 and fp64, and not in {x.dtype}"
+        return f"it computes in fp32 and fp64, got {x.dtype}"
     for place, column in enumerate(columns):
         if not {type(y) for y in column} <= {Tensor, nn.Parameter} or {y.is_cpu for y in column} != {True}:
             return "it takes plain tensors on the CPU"
         scalar = place == 3 and rule.second == "scalar"
-        wanted = _scalar_shape(on, x) if scalar else x.shape
-        if place and ({y.shape for y in column} != {wanted} or {y.dtype for y in column} != {x.dtype}):
-            return "what belongs to a parameter is not of its shape or dtype"
+        shape = _one_per_matrix_shape(on, x) if scalar else x.shape
+        if place and ({y.shape for y in column} != {shape} or {y.dtype for y in column} != {x.dtype}):
+            return "a gradient or moment differs from its parameter in shape or dtype"
         if place and len({y.stride() for y in column}) > 1:
-            return "the tensors are not alike"
+            return "the tensors differ in their strides"
         if (scalar or x.dim() > 2) and not column[0].is_contiguous():
-            return "it takes batches of matrices without gaps"
+            return "it takes contiguous batches of matrices"
         if place != 1 and 0 in column[0].stride():
-            return "numbers share their memory"
+            return "elements of a tensor share memory"
     if len(columns) > (3 if rule.second is None else 4):
-        return "it does not know of all that is kept"
+        return "it does not support all of the optimizer's state"
     if True in {g.is_neg() for g in columns[1]}:
-        return "a gradient is the negative of what is written in memory"
-    _, _, k = _sizes(on, x)
-    if not 0 < k <= WIDEST or not x.numel():
-        return f"it takes matrices of 1 to {WIDEST} columns"
+        return "a gradient has its negative bit set"
+    _, _, k = _matrix_sizes(on, x)
+    if not 0 < k <= MAX_COLUMNS or not x.numel():
+        return f"it takes matrices of 1 to {MAX_COLUMNS} columns"
     return None
 
 
-def step(
-    on: Stiefel, rule: Rule, columns: Sequence[Sequence[Tensor]], *, maximize: bool = False
+def step_in_place(
+    on: Stiefel, rule: StepRule, columns: Sequence[Sequence[Tensor]], *, maximize: bool = False
 ) -> list[tuple[int, int]]:
-    """Move parameters along their gradients, in place, with all that is kept for them.
+    """Move parameters along their gradients, in place, and update their moments.
 
-    Args: as those of `refuses`, which has not refused them.
+    The arguments are those of `refuses_step`, which must have returned None.
 
     Returns:
-        What was left as it is, for its step is too long: the numbers of parameters, and of matrices in them.
+        The matrices that were skipped because their step is too long, as (index of the parameter, index of the matrix).
     """
     params, gradients, first, second = (*columns, (), ())[:4]
     x = params[0]
-    count, n, k = _sizes(on, x)
+    count, n, k = _matrix_sizes(on, x)
     scalar = rule.second == "scalar"
     copies = 0 if not scalar else 1 if on.heads is None else k
     work = len(params) * x.numel() * k
-    left = native.stiefel_step(
+    skipped = native.stiefel_step(
         double=x.dtype == torch.float64, count=count, n=n, k=k,
-        x=_places(params), x_strides=_strides(on, params), g=_places(gradients), g_strides=_strides(on, gradients),
-        first=_places(first), first_strides=_strides(on, first),
-        second=_places(second), second_strides=[copies, 1, 0] if scalar else _strides(on, second),
+        x=_addresses(params), x_strides=_matrix_strides(on, params), g=_addresses(gradients), g_strides=_matrix_strides(on, gradients),
+        first=_addresses(first), first_strides=_matrix_strides(on, first),
+        second=_addresses(second), second_strides=[copies, 1, 0] if scalar else _matrix_strides(on, second),
         canonical=on.metric == "canonical", copies=copies, tangent=rule.tangent, transport=rule.transport and len(first) > 0,
         sign=-1.0 if maximize else 1.0, keep=rule.keep, add=rule.add, now=rule.now, ahead=rule.ahead,
         keep_second=rule.keep_second, root=rule.root, eps=rule.eps, scale=rule.scale,
-        threads=torch.get_num_threads() if work > _PARALLEL else 1,
+        threads=torch.get_num_threads() if work > _MIN_PARALLEL_WORK else 1,
     )  # fmt: skip
-    # autograd must know that what it may have kept is no more
+    # autograd must notice if it has saved one of these tensors
     for written in (params, first, second):
         torch.autograd.graph.increment_version(written)
-    return [divmod(number, count) for number in left]
+    return [divmod(number, count) for number in skipped]
 
 
-def matrix(on: Stiefel, x: Tensor, number: int) -> Tensor:
-    """One matrix of a tensor, as a view; of heads it is a head's rows."""
+def select_matrix(on: Stiefel, x: Tensor, number: int) -> Tensor:
+    """One matrix of a tensor, as a view; with heads, the rows of one head."""
     if on.heads is not None:
         x = x.unflatten(-2, (on.heads, -1))
     return x.flatten(0, -3)[number] if x.dim() > 2 else x
 
 
-def _sizes(on: Stiefel, x: Tensor) -> tuple[int, int, int]:
-    """The matrices of a tensor, n and k."""
+def _matrix_sizes(on: Stiefel, x: Tensor) -> tuple[int, int, int]:
+    """The number of matrices of a tensor, n and k."""
     n, k = x.shape[-2:] if on.heads is None else (x.shape[-1], x.shape[-2] // on.heads)
     return math.prod(x.shape[:-2]) * (on.heads or 1), n, k
 
 
-def _scalar_shape(on: Stiefel, x: Tensor) -> tuple[int, ...]:
-    """Of one number for each matrix, which broadcasts with x."""
+def _one_per_matrix_shape(on: Stiefel, x: Tensor) -> tuple[int, ...]:
+    """The shape of a tensor with one number per matrix, which broadcasts with x."""
     return (*x.shape[:-2], 1 if on.heads is None else x.shape[-2], 1)
 
 
-def _places(tensors: Sequence[Tensor]) -> list[int]:
+def _addresses(tensors: Sequence[Tensor]) -> list[int]:
     return [x.data_ptr() for x in tensors]
 
 
-def _strides(on: Stiefel, tensors: Sequence[Tensor]) -> list[int]:
-    """From one matrix, row and column to the next."""
+def _matrix_strides(on: Stiefel, tensors: Sequence[Tensor]) -> list[int]:
+    """The strides of matrices, rows and columns."""
     if not tensors:
         return [0, 0, 0]
     x = tensors[0]

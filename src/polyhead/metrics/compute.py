@@ -1,4 +1,4 @@
-"""Questions about heads: many answered by one pass over the scores where that can be, else one by one."""
+"""Metric requests: which metrics share one pass over the scores, and which are computed alone."""
 
 from __future__ import annotations
 
@@ -9,197 +9,251 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from polyhead._checks import LARGEST, WrongType, check_integer, is_integer, shown
-from polyhead.kernels.reference import chosen
+from polyhead._checks import LARGEST_INT32, WrongType, check_integer, is_integer, short_repr
+from polyhead.kernels.reference import select_unless_broadcast
 from polyhead.metrics import blockwise, edges, streaming
-from polyhead.metrics.blockwise import Part
-from polyhead.metrics.edges import EdgePart
-from polyhead.metrics.streaming import MOST_SUMS, PassRequest, PassResult
+from polyhead.metrics.parts import DensePart, EdgePart, Part
+from polyhead.metrics.streaming import MAX_KEY_SUMS, PassRequest, PassResult
 
-AnyPart = Part | EdgePart
+_METRIC_MODULES = {DensePart: blockwise, EdgePart: edges}
 
 
 class MetricRequest(NamedTuple):
-    """A metric by its name in `metrics`, its arguments, and whether it is about contributions in place of weights."""
+    """A metric by its function in `blockwise` and `edges`, its arguments, and whether it is of contributions, not weights."""
 
     name: str
-    about: tuple[Any, ...] = ()
-    moved: bool = False
+    arguments: tuple[Any, ...] = ()
+    contribution: bool = False
 
 
-_OFFSETS = {"self": 0, "previous": -1, "next": 1}
-Place = str | int | Tensor
-"""Where mass may lie: see `Heads.mass`."""
+_NAMED_OFFSETS = {"self": 0, "previous": -1, "next": 1}
+KeysToSum = str | int | Tensor
+"""The keys whose mass is summed: see `Heads.mass`."""
 
 
-def mass_question(on: Place, queries: int, keys: int, device: torch.device) -> MetricRequest:
-    """How much of each query's weight lies where `on` says."""
+def mass_request(on: KeysToSum, queries: int, keys: int, device: torch.device) -> MetricRequest:
+    """The request for the weight of each query on the keys `on`."""
     if isinstance(on, Tensor):
         if on.dtype == torch.bool and on.dim() and on.shape[-1] == keys:
             return MetricRequest("mass_on", (on.to(device),))
         if on.dtype in (torch.int64, torch.int32) and on.dim() and on.shape[-1] == queries:
             return MetricRequest("mass_at", (on.to(device).long(),))
         raise ValueError(
-            f"on: it is {on.dtype} of shape {tuple(on.shape)}; it must be a bool tensor (..., keys) with {keys} keys, or one key's "
-            f"number for each of {queries} queries"
+            f"on must be a bool tensor (..., {keys}), one value per key, or an integer tensor (..., {queries}), one key per "
+            f"query, got {on.dtype} of shape {tuple(on.shape)}"
         )
     if on == "first":
         return MetricRequest("mass_at", (torch.zeros(queries, dtype=torch.long, device=device),))
-    offset: Any = _OFFSETS.get(on) if isinstance(on, str) else on
+    offset: Any = _NAMED_OFFSETS.get(on) if isinstance(on, str) else on
     if not is_integer(offset):
-        raise WrongType(f"on must be one of {[*_OFFSETS, 'first']}, an integer or a tensor, got {shown(on)}")
-    return MetricRequest("mass", (check_integer("on", offset, -LARGEST),))
+        raise WrongType(f"on must be one of {[*_NAMED_OFFSETS, 'first']}, an integer or a tensor, got {short_repr(on)}")
+    return MetricRequest("mass", (check_integer("on", offset, -LARGEST_INT32),))
 
 
-# The rounding of a larger log-sum-exp, one number, shows in the weights: it is found anew, in two.
-_ROUNDED = 64.0
-# Rows of keys that are gathered at a time.
-_ROWS = 1 << 14
-# What a pass over weights tells of contributions too: they are the weights, times a number for each key.
-_LINEAR = ("received", "mass", "mass_at", "mass_on", "heatmap")
+# Above this, the rounding of a log-sum-exp in one fp32 number shows in the weights: it is computed again, as a sum of two.
+_MAX_EXACT_LSE = 64.0
+# Rows of keys that are gathered at once.
+_GATHERED_ROWS = 1 << 14
+# Metrics linear in the weights: a pass over weights also gives them of contributions, which are weights times a factor per key.
+_LINEAR_METRICS = ("received", "mass", "mass_at", "mass_on", "heatmap")
 
 
-def compute(
-    part: AnyPart,
-    questions: Sequence[MetricRequest],
+def compute_metrics(
+    part: Part,
+    requests: Sequence[MetricRequest],
     *,
-    moved: Float[Tensor, "... all_heads all_keys"] | None = None,
+    contribution_norm: Float[Tensor, "... all_heads all_keys"] | None = None,
     lse: Float[Tensor, "... all_heads all_queries"] | None = None,
 ) -> list[Any]:
-    """An answer to each question, in their order.
+    """The requested metrics, in the order of the requests.
 
     Args:
-        part: what is looked at, as weights.
-        questions: see `metrics`.
-        moved: what a weight of 1 on a key moves: makes contributions of weights.
-        lse: the log-sum-exp of all queries, without the sink, where it is known already.
+        part: the heads, queries, keys or edges to measure, without a contribution norm.
+        requests: the metrics.
+        contribution_norm: the norm of the output change by a weight of 1 on a key; needed for metrics of contributions.
+        lse: the log-sum-exp of all queries, without the sink, if it is known.
     """
-    known: dict[int, Any] = {}
-    if isinstance(part, Part) and _streams(part, moved if any(q.moved for q in questions) else None):
-        # the pass knows numbers of items, not points
-        flat = part.call.over.grid is None
-        waiting = [number for number, q in enumerate(questions) if _streamed(q) and (flat or q.name != "distance")]
-        while waiting:
-            together = _together(questions, waiting)
-            known.update(zip(together, _pass(part, [questions[n] for n in together], moved, lse), strict=True))
-            waiting = [number for number in waiting if number not in known]
-    return [known[n] if n in known else _one(part, q, moved) for n, q in enumerate(questions)]
+    results: dict[int, Any] = {}
+    norm = contribution_norm if any(request.contribution for request in requests) else None
+    if isinstance(part, DensePart) and _can_stream(part, norm):
+        # the pass measures distances between indices, not between points of a grid
+        on_grid = part.call.over.lattice is not None
+        pending = [n for n, r in enumerate(requests) if _is_streamable(r) and not (on_grid and r.name == "distance")]
+        while pending:
+            group = _next_group(requests, pending)
+            results.update(
+                zip(group, _measure_group(part, [requests[n] for n in group], contribution_norm, lse), strict=True)
+            )
+            pending = [n for n in pending if n not in results]
+    return [results[n] if n in results else _compute_alone(part, r, contribution_norm) for n, r in enumerate(requests)]
 
 
-def _one(part: AnyPart, question: MetricRequest, moved: Tensor | None) -> Any:
-    part = part._replace(moved=moved) if question.moved else part
-    return getattr(edges if isinstance(part, EdgePart) else blockwise, question.name)(part, *question.about)
+def _compute_alone(part: Part, request: MetricRequest, contribution_norm: Tensor | None) -> Any:
+    part = part._replace(contribution_norm=contribution_norm) if request.contribution else part
+    return getattr(_METRIC_MODULES[type(part)], request.name)(part, *request.arguments)
 
 
-def _streams(part: Part, moved: Tensor | None) -> bool:
-    """Whether one pass in C++ can answer: it has no gradients, and takes what is no number for no weight."""
+def _can_stream(part: DensePart, contribution_norm: Tensor | None) -> bool:
+    """Whether the pass in C++ can measure this part: it has no gradients, and treats NaN scores as zero weight."""
     call = part.call
-    if part.keys is not None or 0 in part.shape or streaming.refuses(call) is not None:
+    if part.keys is not None or 0 in part.shape or streaming.refuses_call(call) is not None:
         return False
-    if torch.is_grad_enabled() and (blockwise.learned(part) or (moved is not None and moved.requires_grad)):
+    if torch.is_grad_enabled() and (
+        blockwise.weights_require_grad(part) or (contribution_norm is not None and contribution_norm.requires_grad)
+    ):
         return False
-    added = [x for x in (call.table, call.bias, call.sink) if x is not None]
-    # by their extremes, which no number that is none escapes: nothing of the tensors' own size is made
-    numbers = all(bool(end.isfinite()) for x in (call.q, call.k) for end in x.aminmax())
-    return numbers and all(bool(x.amax() < torch.inf) for x in added)
+    added = [x for x in (call.relative_bias, call.bias, call.sink) if x is not None]
+    # min and max propagate NaN, so checking them suffices, and allocates nothing of the size of q and k
+    finite = all(bool(end.isfinite()) for x in (call.q, call.k) for end in x.aminmax())
+    return finite and all(bool(x.amax() < torch.inf) for x in added)
 
 
-def _streamed(question: MetricRequest) -> bool:
-    by_row = question.name == "mass_at" and question.about[0].dim() > 1
-    return question.name in (*_LINEAR, "entropy", "distance", "top") and not by_row
+def _is_streamable(request: MetricRequest) -> bool:
+    by_row = request.name == "mass_at" and request.arguments[0].dim() > 1
+    return request.name in (*_LINEAR_METRICS, "entropy", "distance", "top") and not by_row
 
 
-def _together(questions: Sequence[MetricRequest], waiting: list[int]) -> list[int]:
-    """Which of the questions one pass can answer, the first among them."""
-    first = questions[waiting[0]]
-    alone = lambda q: q.name == "received" and q.about and q.about[0] is not None
-    if alone(first):
-        return waiting[:1]
-    own_pass = lambda q: q.moved and q.name not in _LINEAR
-    if own_pass(first):
-        return [n for n in waiting if own_pass(questions[n])]
-    together, sums, cells = [], 0, 0
-    for n in waiting:
-        q = questions[n]
-        if alone(q) or own_pass(q) or (q.name == "heatmap" and cells not in (0, q.about[0])):
+def _has_counts(request: MetricRequest) -> bool:
+    return request.name == "received" and bool(request.arguments) and request.arguments[0] is not None
+
+
+def _scales_weights(request: MetricRequest) -> bool:
+    """Whether the pass itself must multiply the weights by the contribution norm."""
+    return request.contribution and request.name not in _LINEAR_METRICS
+
+
+def _next_group(requests: Sequence[MetricRequest], pending: list[int]) -> list[int]:
+    """The pending requests that one pass computes together with the first of them."""
+    first = requests[pending[0]]
+    if _has_counts(first):
+        return pending[:1]
+    if _scales_weights(first):
+        return [n for n in pending if _scales_weights(requests[n])]
+    group, sums, cells = [], 0, 0
+    for n in pending:
+        request = requests[n]
+        if _has_counts(request) or _scales_weights(request):
             continue
-        sums += q.name == "mass_on"
-        if q.name == "mass_on" and sums > MOST_SUMS:
+        if request.name == "heatmap" and cells not in (0, request.arguments[0]):
             continue
-        cells = q.about[0] if q.name == "heatmap" else cells
-        together.append(n)
-    return together
+        sums += request.name == "mass_on"
+        if request.name == "mass_on" and sums > MAX_KEY_SUMS:
+            continue
+        cells = request.arguments[0] if request.name == "heatmap" else cells
+        group.append(n)
+    return group
 
 
-def _pass(part: Part, questions: list[MetricRequest], moved: Tensor | None, lse: Tensor | None) -> list[Any]:
-    batch = part.call.sizes.batch
-    moved = None if moved is None else chosen(moved, -2, part.heads)
-    lead = part.shape[:-2]
-    marked = [q.about[0].expand(*batch, part.shape[-1])[..., None, :].float() for q in questions if q.name == "mass_on"]
-    scales = [moved if q.moved else None for q in questions if q.name == "mass_on"]
-    sums = [(m if s is None else m * s).expand(*lead, -1) for m, s in zip(marked, scales, strict=True)]
-    counts = questions[0].about[0] if questions[0].name == "received" and questions[0].about else None
-    rescaled = any(q.moved and q.name == "heatmap" for q in questions)
-    wanted = PassRequest(
-        top=max((q.about[0] for q in questions if q.name == "top"), default=0),
-        cells=max((q.about[0] for q in questions if q.name == "heatmap"), default=0),
-        key_weights=torch.stack(sums, -2) if sums else None,
-        moved=moved if questions[0].moved and questions[0].name not in _LINEAR else None,
-        key_scale=moved if rescaled else None,
-        row_weights=None if counts is None else counts.expand(part.shape[:-1]),
+def _measure_group(
+    part: DensePart, requests: list[MetricRequest], contribution_norm: Tensor | None, lse: Tensor | None
+) -> list[Any]:
+    """The metrics of one group of requests."""
+    norm = None if contribution_norm is None else select_unless_broadcast(contribution_norm, -2, part.heads)
+    result = streaming.run_pass(
+        part.call,
+        _pass_request(part, requests, norm),
+        heads=part.heads,
+        queries=part.queries,
+        lse=_exact_lse(part, lse),
     )
-    given = None if lse is None else chosen(chosen(lse, -2, part.heads), -1, part.queries)
-    if given is not None and bool((given.masked_fill(given == -torch.inf, 0.0).abs() > _ROUNDED).any()):
-        given = None
-    seen = streaming.observe(part.call, wanted, heads=part.heads, queries=part.queries, lse=given)
-    column = iter(range(len(sums)))
-    return [_read(part, q, seen, moved, next(column) if q.name == "mass_on" else 0) for q in questions]
+    sums = iter(result.sums.unbind(-1))
+    return [next(sums) if r.name == "mass_on" else _read_result(part, r, result, norm) for r in requests]
 
 
-def _read(part: Part, question: MetricRequest, seen: PassResult, moved: Tensor | None, column: int) -> Any:
-    """One answer out of what a pass has found out."""
-    scale = moved if question.moved else None
-    match question.name:
+def _pass_request(
+    part: DensePart, requests: list[MetricRequest], norm: Float[Tensor, "... heads keys"] | None
+) -> PassRequest:
+    """One pass for a group of requests, as `_next_group` forms them."""
+    first = requests[0]
+    arguments = lambda name: [r.arguments[0] for r in requests if r.name == name]
+    sums = [_key_weights(part, r, norm) for r in requests if r.name == "mass_on"]
+    return PassRequest(
+        top=max(arguments("top"), default=0),
+        cells=max(arguments("heatmap"), default=0),
+        key_weights=torch.stack(sums, -2) if sums else None,
+        contribution_norm=norm if _scales_weights(first) else None,
+        key_scale=norm if any(r.contribution and r.name == "heatmap" for r in requests) else None,
+        row_weights=first.arguments[0].expand(part.shape[:-1]) if _has_counts(first) else None,
+    )
+
+
+def _key_weights(
+    part: DensePart, request: MetricRequest, norm: Float[Tensor, "... heads keys"] | None
+) -> Float[Tensor, "... heads keys"]:
+    """The factor of each key in the sum that a request for `mass_on` is."""
+    marked = request.arguments[0].expand(*part.call.sizes.batch, part.shape[-1])[..., None, :].float()
+    return (marked * norm if request.contribution and norm is not None else marked).expand(*part.shape[:-2], -1)
+
+
+def _exact_lse(part: DensePart, lse: Tensor | None) -> Float[Tensor, "... heads queries"] | None:
+    """The log-sum-exp of the part's queries; None where it is unknown, or too large to be exact in fp32."""
+    if lse is None:
+        return None
+    lse = select_unless_broadcast(select_unless_broadcast(lse, -2, part.heads), -1, part.queries)
+    too_large = lse.masked_fill(lse == -torch.inf, 0.0).abs() > _MAX_EXACT_LSE
+    return None if bool(too_large.any()) else lse
+
+
+def _read_result(part: DensePart, request: MetricRequest, result: PassResult, norm: Tensor | None) -> Any:
+    """One metric out of the result of a pass."""
+    scale = norm if request.contribution else None
+    match request.name:
         case "entropy":
-            return seen.entropy
+            return result.entropy
         case "distance":
-            return seen.distance
+            return result.distance
         case "received":
-            return seen.received if scale is None else seen.received * scale
+            return result.received if scale is None else result.received * scale
         case "heatmap":
-            return seen.heatmap if scale is None else seen.scaled_heatmap
-        case "mass_on":
-            return seen.sums[..., column]
+            return result.heatmap if scale is None else result.scaled_heatmap
         case "top":
-            k = question.about[0]
-            return seen.top[..., :k], seen.top_keys[..., :k]
+            k = request.arguments[0]
+            return result.top[..., :k], result.top_keys[..., :k]
         case "mass":
-            at = part.numbers("queries") + (part.call.sizes.keys - part.call.sizes.queries) + question.about[0]
-            return _at(part, at, seen, scale)
+            return _weights_at(part, _query_positions(part) + request.arguments[0], result, scale)
         case _:
-            return _at(part, question.about[0], seen, scale)
+            return _weights_at(part, request.arguments[0], result, scale)
 
 
-def _at(
-    part: Part, at: Int[Tensor, " queries"], seen: PassResult, moved: Float[Tensor, "... heads keys"] | None
+def _weights_at(
+    part: DensePart,
+    at: Int[Tensor, " queries"],
+    result: PassResult,
+    contribution_norm: Float[Tensor, "... heads keys"] | None,
 ) -> Float[Tensor, "... heads queries"]:
-    """The weight of each query on one key: no more than a product of two rows each, since the log-sum-exp is known."""
-    call, heads, keys = part.call, part.heads, part.shape[-1]
-    number, position = part.numbers("queries"), part.numbers("queries") + (keys - call.sizes.queries)
-    there, at = (at >= 0) & (at < keys), at.clamp(0, keys - 1)
-    q, k = chosen(chosen(call.q, -3, heads), -2, part.queries), call.k
-    own = part.numbers("heads") // (call.sizes.heads // k.shape[-3])
-    # some queries at a time: the rows of all of them are as large as the keys themselves
-    few = max(1, _ROWS // max(1, q.shape[:-2].numel()))
-    blocks = (slice(start, start + few) for start in range(0, len(at), few))
+    """The weight of each query on one key: one product of two rows each, since the log-sum-exp is known."""
+    keys = part.shape[-1]
+    exists, at = (at >= 0) & (at < keys), at.clamp(0, keys - 1)
+    allowed = _are_allowed_at(part, at)
+    p = (_scores_at(part, at) - result.high - result.low).exp()
+    p = p.masked_fill(~(exists & allowed) | (result.high == -torch.inf), 0.0)
+    return p if contribution_norm is None else p * contribution_norm.gather(-1, at.expand(p.shape))
+
+
+def _scores_at(part: DensePart, at: Int[Tensor, " queries"]) -> Float[Tensor, "... heads queries"]:
+    """The score of each query with one key."""
+    call, heads, queries = part.call, part.heads, part.indices("queries")
+    q, k = select_unless_broadcast(select_unless_broadcast(call.q, -3, heads), -2, part.queries), call.k
+    key_head = part.indices("heads") // (call.sizes.heads // k.shape[-3])
+    # in blocks: the gathered rows of all queries would be as large as the keys
+    rows = max(1, _GATHERED_ROWS // max(1, q.shape[:-2].numel()))
+    blocks = (slice(start, start + rows) for start in range(0, len(at), rows))
     score = call.score.pairs
-    s = torch.cat([score(q[..., b, :].float(), k[..., own[:, None], at[b], :].float()) for b in blocks], -1)
-    if call.table is not None:
-        s = s + chosen(call.table, -2, heads).float().gather(-1, (at - position + (keys - 1)).expand(s.shape[-2:]))
+    s = torch.cat([score(q[..., b, :].float(), k[..., key_head[:, None], at[b], :].float()) for b in blocks], -1)
+    if call.relative_bias is not None:
+        distance = at - _query_positions(part) + (part.shape[-1] - 1)
+        s = s + select_unless_broadcast(call.relative_bias, -2, heads).float().gather(-1, distance.expand(s.shape[-2:]))
     if call.bias is not None:
         bias = call.bias.expand(*call.bias.shape[:-3], *call.sizes[1:])
-        s = s + chosen(bias, -3, heads)[..., number, at]
-    allowed = call.over.on_pairs(position, at, call.sizes.heads)
-    allowed = allowed if heads is None or allowed.dim() < 2 else chosen(allowed, -2, heads)
-    p = (s - seen.high - seen.low).exp().masked_fill(~(there & allowed) | (seen.high == -torch.inf), 0.0)
-    return p if moved is None else p * moved.gather(-1, at.expand(p.shape))
+        s = s + select_unless_broadcast(bias, -3, heads)[..., queries, at]
+    return s
+
+
+def _are_allowed_at(part: DensePart, at: Int[Tensor, " queries"]) -> Tensor:
+    allowed = part.call.over.on_pairs(_query_positions(part), at, part.call.sizes.heads)
+    return allowed if part.heads is None or allowed.dim() < 2 else select_unless_broadcast(allowed, -2, part.heads)
+
+
+def _query_positions(part: DensePart) -> Int[Tensor, " queries"]:
+    """The position of each query among the keys."""
+    return part.indices("queries") + (part.call.sizes.keys - part.call.sizes.queries)

@@ -1,4 +1,4 @@
-"""Models made of MultiHeadAttention: one file an architecture, with its sizes and the names of its checkpoints."""
+"""Models built from MultiHeadAttention: one file per architecture, with its sizes and the names in its checkpoints."""
 
 from polyhead.models.bert import Bert
 from polyhead.models.gpt import Gpt

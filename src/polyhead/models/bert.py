@@ -1,32 +1,32 @@
-"""BERT (Devlin 2018) from MultiHeadAttention: the model, its sizes, and the names that its checkpoints use.
+"""BERT (Devlin 2018) from MultiHeadAttention: the model, its sizes, and the names in its checkpoints.
 
-Each token is the sum of a word, a position and a type embedding, normalised. Each layer adds to it what attention
-finds, normalises, adds what a feed-forward network makes of it, and normalises again (post-norm).
+The input is the normalised sum of token, position and type embeddings. Each layer is attention and a feed-forward network,
+each with a residual connection followed by a LayerNorm (post-norm).
 """
 
 from __future__ import annotations
 
 from functools import partial
-from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from polyhead._checks import kind_of
-from polyhead.models import checkpoint_files as files
-from polyhead.models import checkpoint_reading as weights
-from polyhead.models import checkpoint_writing as saving
-from polyhead.models.tokenizer import check_length
+from polyhead._checks import describe_type
+from polyhead._renamed import MODEL_KEYS, accept_old_state_dict_keys
+from polyhead.models import checkpoint_files, checkpoint_reading
+from polyhead.models.checkpoint_model import CheckpointModel, NamedTensors
+from polyhead.models.tokenizer import check_sequence_length
 from polyhead.neighbourhood import Neighbourhood
 from polyhead.nn import FeedForward, MultiHeadAttention, TransformerLayer
-from polyhead.nn.transformer import ACTIVATIONS, check_ids, embedding
+from polyhead.nn.embedding_helpers import check_embedding_ids, uninitialised_embedding
+from polyhead.nn.transformer_layer import ACTIVATIONS
 
 
 class Config(NamedTuple):
-    """The numbers that make a BERT; those with defaults are the same in nearly all of them."""
+    """The sizes and options of a BERT; the defaults are the same in nearly all of them."""
 
     d_model: int
     heads: int
@@ -52,13 +52,13 @@ SIZES = {
     "mini": Config(256, 4, 4, 1024),
     "small": Config(512, 8, 4, 2048),
     "medium": Config(512, 8, 8, 2048),
-    # Wang 2020, of which the default model has six layers
+    # Wang 2020; the default model is minilm-l6
     "minilm-l12": Config(384, 12, 12, 1536),
     "minilm-l6": Config(384, 12, 6, 1536),
 }
 
-# what Devlin 2018, Turc 2019 and Wang 2020 say of them; Turc counts the head for masked words too
-PUBLISHED = {
+# parameters as published by Devlin 2018, Turc 2019 and Wang 2020; Turc includes the masked-LM head
+PUBLISHED_PARAMETERS = {
     "base": "110M",
     "large": "340M",
     "tiny": "4.4M",
@@ -68,9 +68,9 @@ PUBLISHED = {
     "minilm-l12": "33M",
 }
 
-# the model's modules, as checkpoints name them; {} is the number of a layer
-NAMES = {
-    "embeddings.words": "embeddings.word_embeddings",
+# the model's modules -> the modules of a checkpoint; {} is the index of a layer
+CHECKPOINT_NAMES = {
+    "embeddings.token_embedding": "embeddings.word_embeddings",
     "embeddings.positions": "embeddings.position_embeddings",
     "embeddings.token_types": "embeddings.token_type_embeddings",
     "embeddings.norm": "embeddings.LayerNorm",
@@ -88,8 +88,8 @@ NAMES = {
     "masked_lm.norm": "cls.predictions.transform.LayerNorm",
 }
 
-# the fields of Config, as config.json names them
-FIELDS = {
+# the fields of Config -> the fields of config.json
+CONFIG_FIELDS = {
     "d_model": "hidden_size",
     "heads": "num_attention_heads",
     "layers": "num_hidden_layers",
@@ -104,26 +104,33 @@ FIELDS = {
 }
 
 
-class Bert(nn.Module):
-    """BERT: ids of tokens to a vector for each, that has read all the others.
+# heads of fine-tuned models and of next-sentence prediction, which are not read
+_IGNORED_HEADS = ("cls.seq_relationship.", "classifier.", "qa_outputs.")
+_EMBEDDING_NAME, _DECODER_PREFIX = "embeddings.word_embeddings.weight", "cls.predictions.decoder."
 
-    Weights start as in Devlin 2018: normal with deviation 0.02, cut at two deviations; biases at zero. Build it under
-    `torch.device("meta")` to count what a size needs without allocating it.
+
+class Bert(CheckpointModel):
+    """BERT: maps token ids to hidden states, with attention in both directions.
+
+    Weights are initialised as in Devlin 2018: normal with standard deviation 0.02, truncated at two deviations; biases are
+    zero. Under `torch.device("meta")` a model is built without allocating memory. Of the heads in a checkpoint, the pooler
+    and the masked-LM head are read, others are ignored.
 
     Attributes:
-        pooler: the map of `pooled`, or None.
-        masked_lm: the head of `logits`, or None; its decoder is the word embeddings.
+        pooler: the linear map of `pooled`, or None.
+        masked_lm: the head of `logits`, or None; its decoder is tied to the token embedding.
     """
 
+    config: Config
+    _model_types, _module_names = ("bert",), CHECKPOINT_NAMES
+
     def __init__(self, config: Config) -> None:
-        super().__init__()
-        files.check(config)
-        self.config = config
+        super().__init__(config)
         self.embeddings = Embeddings(config)
-        self.layers = nn.ModuleList(_layer(config) for _ in range(config.layers))
+        self.layers = nn.ModuleList(_build_layer(config) for _ in range(config.layers))
         self.pooler = nn.Linear(config.d_model, config.d_model) if config.pooler else None
         self.masked_lm = MaskedLM(config) if config.masked_lm else None
-        self.apply(_reset)
+        self.apply(_init_weights)
 
     def forward(
         self,
@@ -135,21 +142,21 @@ class Bert(nn.Module):
         """The hidden states of the last layer.
 
         Args:
-            ids: numbers of tokens, with the special ones around each text, as a `Tokenizer` gives them.
+            ids: token ids with the special tokens around each text, as a `Tokenizer` returns them.
             over: which tokens may attend to which, as in `MultiHeadAttention`: `Padding(lengths)` for texts of different
                 lengths; a bool tensor is a mask of pairs, True = may attend.
-            token_types: which of two texts each token is part of; 0 unless given.
+            token_types: the index of the text that each token belongs to; 0 by default.
 
         Raises:
-            ValueError: for ids that the model has no embedding for, and texts longer than its positions.
+            ValueError: for ids outside the vocabulary, and texts longer than the model's positions.
         """
-        check_ids("ids", ids, self.config.vocab)
-        check_length(ids, self.config.positions)
+        check_embedding_ids("ids", ids, self.config.vocab)
+        check_sequence_length(ids, self.config.positions)
         if token_types is not None:
-            check_ids("token_types", token_types, self.config.token_types, "the types'")
+            check_embedding_ids("token_types", token_types, self.config.token_types, "the token types")
             if token_types.shape != ids.shape:
                 raise ValueError(
-                    f"token_types: their shape is {tuple(token_types.shape)}; it must be that of ids, {tuple(ids.shape)}"
+                    f"token_types must have the shape of ids, {tuple(ids.shape)}, got {tuple(token_types.shape)}"
                 )
         x = self.embeddings(ids, token_types)
         for layer in self.layers:
@@ -157,85 +164,83 @@ class Bert(nn.Module):
         return x
 
     def pooled(self, hidden: Float[Tensor, "... tokens d_model"]) -> Float[Tensor, "... d_model"]:
-        """A text's vector as BERT was trained to make it from the first token: tanh(W h)."""
+        """The vector of a text, as BERT was trained to compute it from the first token: tanh(W h)."""
         if self.pooler is None:
-            raise ValueError("pooler: this model has none; its checkpoint, or Config(pooler=True), must bring it")
-        self._check(hidden)
+            raise ValueError(
+                "pooled needs a pooler, got a model without one; use Config(pooler=True) or a checkpoint that has it"
+            )
+        self._check_hidden(hidden)
         return torch.tanh(self.pooler(hidden[..., 0, :]))
 
     def logits(self, hidden: Float[Tensor, "... tokens d_model"]) -> Float[Tensor, "... tokens vocab"]:
-        """What could stand in each place: masked language modelling."""
+        """The logits of the token at each position: masked language modelling."""
         if self.masked_lm is None:
-            raise ValueError("masked_lm: this model has none; its checkpoint, or Config(masked_lm=True), must bring it")
-        self._check(hidden)
-        return self.masked_lm(hidden, self.embeddings.words.weight)
+            raise ValueError(
+                "logits needs a masked-LM head, got a model without one; use Config(masked_lm=True) or a checkpoint that has it"
+            )
+        self._check_hidden(hidden)
+        return self.masked_lm(hidden, self.embeddings.token_embedding.weight)
 
-    def _check(self, hidden: Tensor) -> None:
+    def _check_hidden(self, hidden: Tensor) -> None:
         if not isinstance(hidden, Tensor) or hidden.dim() < 2 or hidden.shape[-1] != self.config.d_model:
             raise ValueError(
-                f"hidden must be a tensor (..., tokens, {self.config.d_model}), as the model gave it, got {kind_of(hidden)}"
+                f"hidden must be a tensor (..., tokens, {self.config.d_model}), as the model returns it, got {describe_type(hidden)}"
             )
 
     @classmethod
-    def from_pretrained(cls, path_or_package: str | Path, *, dtype: torch.dtype | None = torch.float32) -> Bert:
-        """A trained BERT, in evaluation mode, from a folder with config.json and model.safetensors, or from a package.
+    def _read_config(cls, fields: checkpoint_files.ConfigFile) -> Config:
+        fields.require_values(position_embedding_type="absolute", is_decoder=False, add_cross_attention=False)
+        return Config(**fields.config_arguments(CONFIG_FIELDS, SIZES["base"]))
 
-        Checkpoints of the bare model and of models with heads are read alike; of the heads only the one for masked
-        language modelling is kept. With `dtype=None` the numbers stay as they are stored.
+    @classmethod
+    def _select_tensors(cls, config: Config, stored: checkpoint_reading.OpenCheckpoint) -> tuple[Config, NamedTensors]:
+        tensors = []
+        for old in stored.names:
+            name = old.removeprefix("bert.").replace("LayerNorm.gamma", "LayerNorm.weight")
+            name = name.replace("LayerNorm.beta", "LayerNorm.bias")
+            if name != "embeddings.position_ids" and not name.startswith(_IGNORED_HEADS):
+                tensors.append((name, stored[old]))
+        for copy, original in (
+            (f"{_DECODER_PREFIX}weight", _EMBEDDING_NAME),
+            (f"{_DECODER_PREFIX}bias", "cls.predictions.bias"),
+        ):
+            tensors = checkpoint_reading.drop_tied_copy(tensors, copy, original)
+        modules = {name.rpartition(".")[0] for name, _ in tensors}
+        pooler, masked_lm = CHECKPOINT_NAMES["pooler"] in modules, CHECKPOINT_NAMES["masked_lm"] in modules
+        return config._replace(pooler=pooler, masked_lm=masked_lm), tensors
 
-        Raises:
-            FileNotFoundError: where there is no such folder, or a file is missing from it.
-            ValueError: where a file is not what it should be; a tensor that is missing, extra or misshapen is named.
-        """
-        folder = files.folder(path_or_package)
-        fields = files.config(folder, ("bert",))
-        fields.expect(position_embedding_type="absolute", is_decoder=False, add_cross_attention=False)
-        arguments = fields.as_arguments(FIELDS, SIZES["base"])
-        with weights.opened(folder) as stored:
-            tensors = _today(stored)
-            modules = {name.rpartition(".")[0] for name, _ in tensors}
-            arguments |= {head: NAMES[head] in modules for head in ("pooler", "masked_lm")}
-            model = fields.build(cls, Config(**arguments), len(stored.names))
-            weights.fill(model, stored, NAMES, tensors, dtype=dtype)
-        return model.eval()
-
-    def to_pretrained(self, folder: str | Path) -> None:
-        """Write config.json and model.safetensors, as transformers reads them and `from_pretrained` does.
-
-        Raises:
-            ValueError: where the model is not what its configuration says, as with heads that were pruned or gated.
-        """
-        with torch.device("meta"):
-            fresh = type(self)(self.config)
-        tensors = saving.named_tensors(self, fresh, NAMES)
-        if self.masked_lm is not None:
-            tensors = {name if name.startswith("cls.") else f"bert.{name}": tensor for name, tensor in tensors.items()}
-        fields = {
+    def _config_json_fields(self) -> dict[str, Any]:
+        return {
             "model_type": "bert",
             "architectures": ["BertModel" if self.masked_lm is None else "BertForMaskedLM"],
-            **files.named(FIELDS, self.config),
+            **checkpoint_files.config_json_fields(CONFIG_FIELDS, self.config),
         }
-        saving.save(folder, fields, tensors)
+
+    def _convert_to_stored(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        if self.masked_lm is None:
+            return tensors
+        return {name if name.startswith("cls.") else f"bert.{name}": x for name, x in tensors.items()}
 
 
 class Embeddings(nn.Module):
-    """What a token is before it has read any other: word + position + type, normalised."""
+    """The input of the first layer: token + position + type embedding, normalised."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
-        self.words = embedding(config.vocab, config.d_model)
-        self.positions = embedding(config.positions, config.d_model)
-        self.token_types = embedding(config.token_types, config.d_model)
+        accept_old_state_dict_keys(self, MODEL_KEYS)
+        self.token_embedding = uninitialised_embedding(config.vocab, config.d_model)
+        self.positions = uninitialised_embedding(config.positions, config.d_model)
+        self.token_types = uninitialised_embedding(config.token_types, config.d_model)
         self.norm = nn.LayerNorm(config.d_model, config.eps)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, ids: Tensor, token_types: Tensor | None) -> Tensor:
         types = self.token_types.weight[0] if token_types is None else self.token_types(token_types)
-        x = self.words(ids) + types + self.positions.weight[: ids.shape[-1]]
+        x = self.token_embedding(ids) + types + self.positions.weight[: ids.shape[-1]]
         return self.dropout(self.norm(x))
 
 
-def _layer(config: Config) -> TransformerLayer:
+def _build_layer(config: Config) -> TransformerLayer:
     return TransformerLayer(
         MultiHeadAttention(config.d_model, config.heads, dropout=config.attention_dropout),
         FeedForward(config.d_model, config.d_feedforward, activation=config.activation),
@@ -246,7 +251,7 @@ def _layer(config: Config) -> TransformerLayer:
 
 
 class MaskedLM(nn.Module):
-    """The head for masked language modelling; it ends in the word embeddings, which the model owns."""
+    """The head for masked language modelling; its decoder is the token embedding, which the model owns."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -255,30 +260,12 @@ class MaskedLM(nn.Module):
         self.bias = nn.Parameter(torch.zeros(config.vocab))
         self.activation = config.activation
 
-    def forward(self, hidden: Tensor, words: Float[Tensor, "vocab d_model"]) -> Tensor:
-        return F.linear(self.norm(ACTIVATIONS[self.activation](self.dense(hidden))), words, self.bias)
+    def forward(self, hidden: Tensor, embedding: Float[Tensor, "vocab d_model"]) -> Tensor:
+        return F.linear(self.norm(ACTIVATIONS[self.activation](self.dense(hidden))), embedding, self.bias)
 
 
-def _reset(module: nn.Module) -> None:
+def _init_weights(module: nn.Module) -> None:
     if isinstance(module, (nn.Linear, nn.Embedding)):
         nn.init.trunc_normal_(module.weight, std=0.02, a=-0.04, b=0.04)
     if isinstance(module, nn.Linear):
         nn.init.zeros_(module.bias)
-
-
-# heads of fine-tuned models and of next-sentence prediction, which this model has no module for
-_OTHER_HEADS = ("cls.seq_relationship.", "classifier.", "qa_outputs.")
-_WORDS, _DECODER = "embeddings.word_embeddings.weight", "cls.predictions.decoder."
-
-
-def _today(stored: weights.Weights) -> list[tuple[str, weights.Stored]]:
-    """The tensors of a checkpoint that are read, each under its name in NAMES."""
-    tensors = []
-    for old in stored.names:
-        name = old.removeprefix("bert.").replace("LayerNorm.gamma", "LayerNorm.weight")
-        name = name.replace("LayerNorm.beta", "LayerNorm.bias")
-        if name != "embeddings.position_ids" and not name.startswith(_OTHER_HEADS):
-            tensors.append((name, stored[old]))
-    for copy, original in ((f"{_DECODER}weight", _WORDS), (f"{_DECODER}bias", "cls.predictions.bias")):
-        tensors = weights.without_copy(tensors, copy, original)
-    return tensors

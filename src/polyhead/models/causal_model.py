@@ -1,54 +1,55 @@
-"""Models that read from left to right and write what comes next: what GPT and Llama share."""
+"""CausalModel: the forward pass, caches and generation that GPT and Llama share."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from polyhead._checks import kind_of
-from polyhead.models.tokenizer import check_length
-from polyhead.neighbourhood import Causal, Neighbourhood, Padding, Window, neighbourhood
+from polyhead._checks import describe_type
+from polyhead.models.checkpoint_model import CheckpointModel
+from polyhead.models.tokenizer import check_sequence_length
+from polyhead.neighbourhood import Causal, Neighbourhood, Padding, Window, as_neighbourhood
 from polyhead.neighbourhood.base import Both
 from polyhead.nn import KeyValueCache, TransformerLayer
-from polyhead.nn.cache import all_or_none
-from polyhead.nn.generate import Sampler, check_evaluation, check_request, generate_tokens
-from polyhead.nn.transformer import check_ids
+from polyhead.nn.cache import restore_caches_on_error
+from polyhead.nn.embedding_helpers import check_embedding_ids
+from polyhead.nn.generate import Sampler, check_eval_mode, check_generate_arguments, generate_tokens
 
 
-class CausalModel(nn.Module, ABC):
-    """The base of models whose tokens see those before them: embeddings, pre-norm layers, a last norm, scores.
+class CausalModel(CheckpointModel):
+    """The base class of causal language models: embeddings, pre-norm layers, a final norm, logits.
 
     Attributes:
-        config: its `vocab` and `positions` are what ids and lengths are held against.
-        window: how many keys a token sees, its own with them; None for all before it.
+        config: its `vocab` and `positions` bound ids and lengths.
+        window: the number of keys that a token attends to, its own included; None for all keys before it.
     """
 
-    config: Any
-    words: nn.Embedding
+    token_embedding: nn.Embedding
     layers: nn.ModuleList
     norm: nn.Module
     window: int | None = None
 
     @abstractmethod
-    def embedded(
-        self, ids: Int[Tensor, "... tokens"], where: slice | Int[Tensor, "... tokens"]
+    def embed(
+        self, ids: Int[Tensor, "... tokens"], positions: slice | Int[Tensor, "... tokens"]
     ) -> Float[Tensor, "... tokens d_model"]:
-        """What tokens are before they have read any other; `where` are their positions."""
+        """The input of the first layer, for tokens at these positions."""
 
     @abstractmethod
     def logits(self, hidden: Float[Tensor, "... d_model"]) -> Float[Tensor, "... vocab"]:
-        """How likely each token is to come next."""
+        """The logits of the next token."""
 
-    def _check(self, hidden: Tensor) -> None:
-        """Raise where these are not hidden states."""
+    def _check_hidden(self, hidden: Tensor) -> None:
+        """Raise unless this is a tensor of hidden states."""
         features = self.config.d_model
         if not isinstance(hidden, Tensor) or hidden.dim() < 1 or hidden.shape[-1] != features:
-            raise ValueError(f"hidden must be a tensor (..., {features}), as the model gave it, got {kind_of(hidden)}")
+            raise ValueError(
+                f"hidden must be a tensor (..., {features}), as the model returns it, got {describe_type(hidden)}"
+            )
 
     def forward(
         self,
@@ -57,49 +58,53 @@ class CausalModel(nn.Module, ABC):
         *,
         caches: Sequence[KeyValueCache] | None = None,
     ) -> Float[Tensor, "... tokens d_model"]:
-        """The hidden states, of which `logits` makes the next tokens.
+        """The hidden states of the last layer, the input of `logits`.
 
         Args:
-            ids: numbers of tokens; with caches, those that follow the ones in them.
-            over: who may attend to whom of those that come before: `Padding(lengths)` for texts of different lengths, or
-                `Padding(real)`, a bool tensor that covers the cached tokens too. Real tokens count from position 0. That nobody
-                looks ahead need not be said.
-            caches: what `caches` made, to read a text a part at a time.
+            ids: token ids; with caches, those that follow the cached tokens.
+            over: a neighbourhood in addition to the causal one: `Padding(lengths)` for texts of different lengths, or
+                `Padding(real)`, a bool tensor that covers the cached tokens too. Positions count real tokens, from 0.
+            caches: the result of `caches`, to process a text in parts.
 
         Raises:
-            ValueError: for ids that the model has no embedding for, and texts longer than its positions.
+            ValueError: for ids outside the vocabulary, and texts longer than the model's positions.
         """
-        check_ids("ids", ids, self.config.vocab)
+        check_embedding_ids("ids", ids, self.config.vocab)
         if caches is not None and len(caches) != len(self.layers):
             raise ValueError(
-                f"caches: there are {len(caches)}; there must be one for each of {len(self.layers)} layers"
+                f"caches must have one cache per layer, {len(self.layers)}, got {len(caches)}; model.caches(batch, length) makes them"
             )
         first = 0 if caches is None else caches[0].length
-        check_length(ids, self.config.positions, first)
-        return self._read(ids, over, caches)
+        check_sequence_length(ids, self.config.positions, first)
+        return self._run_layers(ids, over, caches)
 
-    def _read(self, ids: Tensor, over: Neighbourhood | Tensor | None, caches: Sequence[KeyValueCache] | None) -> Tensor:
+    def _run_layers(
+        self, ids: Tensor, over: Neighbourhood | Tensor | None, caches: Sequence[KeyValueCache] | None
+    ) -> Tensor:
         tokens, first = ids.shape[-1], 0 if caches is None else caches[0].length
-        near = self._before(over, tokens, first + tokens)
-        x = self.embedded(ids, _places(over, first, tokens))
-        with all_or_none(caches):
-            for number, layer in enumerate(self.layers):
-                x = layer(x, over=near, cache=None if caches is None else caches[number])
+        positions = _token_positions(over, first, tokens)
+        over = self._causal_neighbourhood(over, tokens, first + tokens)
+        x = self.embed(ids, positions)
+        with restore_caches_on_error(caches):
+            for index, layer in enumerate(self.layers):
+                x = layer(x, over=over, cache=None if caches is None else caches[index])
         hidden: Tensor = self.norm(x)
         return hidden
 
-    def _before(self, over: Neighbourhood | Tensor | None, tokens: int, keys: int) -> Neighbourhood | None:
-        """Who may attend to whom: nobody ahead, nobody further than the window. One token may attend to all before it."""
-        far = self.window is not None and keys > self.window
-        if over is None and tokens == 1 and not far:
+    def _causal_neighbourhood(
+        self, over: Neighbourhood | Tensor | None, tokens: int, keys: int
+    ) -> Neighbourhood | None:
+        """Causal attention within the window, intersected with `over`; None if a single token attends to all keys."""
+        beyond_window = self.window is not None and keys > self.window
+        if over is None and tokens == 1 and not beyond_window:
             return None
-        before: Neighbourhood = Causal()
-        if self.window is not None and far:
-            before = before & Window(self.window - 1, 0)
-        return before if over is None else before & neighbourhood(over)
+        causal: Neighbourhood = Causal()
+        if self.window is not None and beyond_window:
+            causal = causal & Window(self.window - 1, 0)
+        return causal if over is None else causal & as_neighbourhood(over)
 
     def caches(self, batch: int | tuple[int, ...] | None, length: int) -> list[KeyValueCache]:
-        """Room for the keys and values of `length` tokens in every layer, empty; None for ids without a batch axis."""
+        """Empty caches for the keys and values of `length` tokens, one per layer; `batch=None` for ids without a batch axis."""
         return [layer.self_attn.cache(batch, length) for layer in self.layers if isinstance(layer, TransformerLayer)]
 
     def generate(
@@ -114,57 +119,60 @@ class CausalModel(nn.Module, ABC):
         top_p: float | None = None,
         generator: torch.Generator | None = None,
     ) -> Int[Tensor, "batch tokens+new"]:
-        """Go on with each text, one token after the other: the prompts with what follows. Call it in evaluation mode.
+        """Continue each text token by token; returns the prompts followed by the new tokens. Requires evaluation mode.
 
         Args:
-            ids: the prompts; those of different lengths are padded at the left, with any id.
-            max_new_tokens: how many tokens to write; fewer where every text has come to a stop.
-            over: `Padding(real)`, where prompts are padded: a bool tensor (batch, tokens), True for real tokens.
-            stop: the token, or tokens, that end a text; what comes after it is filled with it. By default those that the
-                configuration names; `()` for none.
-            temperature: 0 takes the likeliest token each time (greedy); else tokens are drawn from softmax(logits / temperature).
-            top_k: draw from so many likeliest tokens.
+            ids: the prompts; shorter prompts are padded on the left, with any id.
+            max_new_tokens: the number of tokens to generate; fewer if every text reaches a stop token.
+            over: `Padding(real)` if prompts are padded: a bool tensor (batch, tokens), True for real tokens.
+            stop: the token or tokens that end a text; the rest of its row repeats that token. By default those of the
+                configuration; `()` for none.
+            temperature: 0 takes the likeliest token each time (greedy); otherwise tokens are drawn from
+                softmax(logits / temperature).
+            top_k: draw from the k likeliest tokens.
             top_p: draw from the likeliest tokens that together have this probability.
-            generator: what draws.
+            generator: the random number generator.
 
         Raises:
-            ValueError: for a prompt that is empty, and where prompt and new tokens are more than the model's positions.
+            ValueError: for an empty prompt, and if prompt and new tokens exceed the model's positions.
         """
-        check_evaluation(self)
+        check_eval_mode(self)
         sampler, stop = Sampler(temperature, top_k, top_p, generator), self.config.stop if stop is None else stop
-        stops = check_request(ids, max_new_tokens, stop, sampler, vocab=self.config.vocab, room=self.config.positions)
-        check_ids("ids", ids, self.config.vocab)
-        # the last token is written and never read
+        stops = check_generate_arguments(
+            ids, max_new_tokens, stop, sampler, vocab=self.config.vocab, max_positions=self.config.positions
+        )
+        check_embedding_ids("ids", ids, self.config.vocab)
+        # the last token is returned and never read
         length = ids.shape[1] + max_new_tokens - 1
-        real = None if over is None else _at_the_left(over, ids, length)
+        real = None if over is None else _left_padding_mask(over, ids, length)
         with torch.inference_mode():
             caches = self.caches(len(ids), length)
 
             def step(new: Tensor) -> Tensor:
                 keys = caches[0].length + new.shape[1]
                 padding = None if real is None else Padding(real[:, :keys])
-                return self.logits(self._read(new, padding, caches)[:, -1])
+                return self.logits(self._run_layers(new, padding, caches)[:, -1])
 
             new = generate_tokens(step, ids, max_new_tokens, stops, sampler)
-        # outside: a tensor like any other, which training may use
+        # outside inference mode, so that the result can be used in training
         return torch.cat((ids, new), 1)
 
-    def _reset(self, deviation: float, *, deep: float) -> None:
-        """Draw the weights anew: normal, those that end a part of a layer with a deviation of their own; biases at zero."""
+    def _init_weights(self, std: float, *, output_std: float) -> None:
+        """Initialise the weights: normal, with `output_std` for output projections; biases are zero."""
         for name, module in self.named_modules():
-            # nothing is drawn on the meta device, where normal_ would load torch's compiler
+            # on the meta device normal_ would load torch's compiler
             if not isinstance(module, (nn.Linear, nn.Embedding)) or module.weight.is_meta:
                 continue
-            nn.init.normal_(module.weight, std=deep if name.endswith(("o_proj", "down")) else deviation)
+            nn.init.normal_(module.weight, std=output_std if name.endswith(("o_proj", "down")) else std)
             if isinstance(module, nn.Linear) and module.bias is not None:
                 nn.init.zeros_(module.bias)
 
 
-def _places(over: Neighbourhood | Tensor | None, first: int, tokens: int) -> slice | Int[Tensor, "... tokens"]:
-    """The positions of tokens, of which `first` came before: real ones count from 0 in each text, however it is padded."""
+def _token_positions(over: Neighbourhood | Tensor | None, first: int, tokens: int) -> slice | Int[Tensor, "... tokens"]:
+    """The positions of tokens that follow `first` cached ones: real tokens count from 0 in each text, wherever it is padded."""
     parts = over.parts if isinstance(over, Both) else (over,)
     padding = next((part for part in parts if isinstance(part, Padding)), None)
-    # lengths are of texts that begin at 0
+    # texts given by their lengths start at 0
     if padding is None or padding.keys is None:
         return slice(first, first + tokens)
     if padding.keep is not None:
@@ -172,12 +180,14 @@ def _places(over: Neighbourhood | Tensor | None, first: int, tokens: int) -> sli
     return (torch.arange(first, first + tokens, device=padding.first.device) - padding.first[..., None]).clamp(min=0)
 
 
-def _at_the_left(over: Padding, ids: Tensor, length: int) -> Bool[Tensor, "batch length"]:
-    """Which of so many tokens of each text are real, where all that is padded comes first."""
+def _left_padding_mask(over: Padding, ids: Tensor, length: int) -> Bool[Tensor, "batch length"]:
+    """Which of the first `length` tokens of each text are real, for padding on the left."""
     if not isinstance(over, Padding) or over.keys != ids.shape[1] or over.stop.shape != ids.shape[:1]:
         raise ValueError(
-            f"over: it is {over!r:.80}; it must be Padding(real), with a bool tensor of the shape of ids, {tuple(ids.shape)}"
+            f"over must be Padding(real), with a bool tensor of the shape of ids, {tuple(ids.shape)}, got {over!r:.80}"
         )
     if over.keep is not None or not bool((over.stop == over.keys).all()):
-        raise ValueError("over: prompts must be padded at the left, and nowhere else, so that new tokens follow them")
+        raise ValueError(
+            "over must be padding on the left only, so that new tokens follow the prompts, got padding elsewhere; move it to the left"
+        )
     return torch.arange(length, device=ids.device) >= over.first[:, None].to(ids.device)

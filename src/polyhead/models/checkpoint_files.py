@@ -1,4 +1,4 @@
-"""The files of a checkpoint: where they are, what their config.json says, and what a configuration must be."""
+"""The files of a checkpoint: find them, read config.json, and check a configuration."""
 
 from __future__ import annotations
 
@@ -16,190 +16,203 @@ from torch import nn
 
 from polyhead import _files, _limits
 from polyhead._checks import (
-    HEADS,
-    LARGEST,
-    LAYERS,
+    LARGEST_INT32,
+    MAX_HEADS,
+    MAX_LAYERS,
     WrongType,
     check_integer,
     check_integers,
     check_number,
     check_numel,
+    describe_type,
     is_integer,
-    kind_of,
-    shown,
+    short_repr,
 )
 
 Model = TypeVar("Model", bound=nn.Module)
-CONFIG, WEIGHTS, TOKENIZER = "config.json", "model.safetensors", "tokenizer.json"
-INDEX = f"{WEIGHTS}.index.json"
-SAVED = "a model is a folder as transformers' save_pretrained writes it"
+CONFIG_FILE, WEIGHTS_FILE, TOKENIZER_FILE = "config.json", "model.safetensors", "tokenizer.json"
+SHARD_INDEX_FILE = f"{WEIGHTS_FILE}.index.json"
+SAVE_PRETRAINED_HINT = "pass a folder that transformers' save_pretrained wrote"
+_REPAIR_HINT = "correct the file, or download it again"
 
 
-def library(name: str) -> Any:
-    """An optional library, imported when first needed."""
+def import_optional_library(name: str) -> Any:
+    """Import an optional library when it is first needed."""
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        raise ImportError(f"models are read with {name}: pip install 'polyhead[inspect]'") from error
+        raise ImportError(f"{name} must be installed to read models: pip install 'polyhead[inspect]'") from error
 
 
-def expect(path: Path, hint: str) -> None:
-    """Raise where a file is not there, or is a device or the like, which may never end."""
-    found = _files.kind(path)
+def check_regular_file(path: Path, hint: str) -> None:
+    """Raise unless the path is a regular file: reading a device or a FIFO may never end."""
+    found = _files.file_type(path)
     if found is None:
-        raise FileNotFoundError(f"{path}: there is no such file; {hint}")
+        raise FileNotFoundError(f"{path}: file not found; {hint}")
     if found != "regular file":
         raise ValueError(f"{path} must be a regular file, got a {found}; {hint}")
 
 
-def folder(path_or_package: str | Path) -> Path:
-    """The folder of a checkpoint: the path itself, or the one that an installed package of this name carries."""
+def find_checkpoint_folder(path_or_package: str | Path) -> Path:
+    """The folder of a checkpoint: the path itself, or the folder inside the installed package of this name."""
     if not isinstance(path_or_package, (str, PathLike)):
-        raise WrongType(f"path_or_package must be a str or a path, got {kind_of(path_or_package)}")
+        raise WrongType(f"path_or_package must be a str or a path, got {describe_type(path_or_package)}")
     path = Path(path_or_package)
     if path.is_dir():
         return path
     if path.exists():
-        raise ValueError(f"{path}: it is a file; it must be the folder that holds it, with its {CONFIG}")
+        raise ValueError(f"{path} must be a folder, got a file; pass the folder that holds it and {CONFIG_FILE}")
     name = str(path_or_package)
-    roots = places(name)
+    roots = find_package_folders(name)
     if not roots:
         raise FileNotFoundError(
-            f"{name}: there is no such folder, and no installed package of that name; it must be a path or a package (a model "
-            f"of the Hugging Face hub is fetched first: hf download {name} --local-dir FOLDER)"
+            f"{name}: found neither a folder nor an installed package of that name; pass the path of a folder or the name of a "
+            f"package (download a model of the Hugging Face Hub first: hf download {name} --local-dir FOLDER)"
         )
     found = sorted(
-        {config.parent for root in roots for config in root.rglob(CONFIG) if weights(config.parent) is not None}
+        {
+            config.parent
+            for root in roots
+            for config in root.rglob(CONFIG_FILE)
+            if find_weights_file(config.parent) is not None
+        }
     )
     if not found:
         raise FileNotFoundError(
-            f"{name}: the package in {roots[0]} has no folder with {CONFIG} and {WEIGHTS}; it must carry one"
+            f"{name}: the package in {roots[0]} must contain a folder with {CONFIG_FILE} and {WEIGHTS_FILE}, found none; pass the path of a folder"
         )
     if len(found) > 1:
         raise ValueError(
-            f"{name}: the package carries {len(found)} models; pass the path of one: {', '.join(map(str, found))}"
+            f"{name}: the package must contain one model, found {len(found)}; pass the path of one: {', '.join(map(str, found))}"
         )
     return found[0]
 
 
-def places(package: str) -> list[Path]:
-    """The folders of an installed package, found without importing it; none where it is not installed."""
+def find_package_folders(package: str) -> list[Path]:
+    """The folders of an installed package, found without importing it; an empty list if it is not installed."""
     name = package.replace("-", "_")
-    # a name with dots would import the packages above it
+    # find_spec would import the parents of a dotted name
     if not name.isidentifier():
         return []
     try:
         spec = importlib.util.find_spec(name)
-    # a module that is loaded but does not say from where
+    # the module is loaded but has no __spec__
     except ValueError:
         return []
     return [Path(root) for root in (spec.submodule_search_locations if spec else None) or ()]
 
 
-def weights(root: Path) -> Path | None:
-    """The file that holds the tensors of a checkpoint, or says which files do."""
-    return next((root / name for name in (WEIGHTS, INDEX) if (root / name).is_file()), None)
+def find_weights_file(root: Path) -> Path | None:
+    """The file that holds the tensors of a checkpoint, or the index of its shards."""
+    return next((root / name for name in (WEIGHTS_FILE, SHARD_INDEX_FILE) if (root / name).is_file()), None)
 
 
-def read_json(path: Path, most: int = _limits.JSON_BYTES) -> dict[str, Any]:
-    """The object that a file of at most `most` bytes holds."""
-    content = _files.read_bytes(path, most)
+def read_json(path: Path, limit: int = _limits.JSON_BYTES) -> dict[str, Any]:
+    """Read a JSON object from a file of at most `limit` bytes."""
+    content = _files.read_bytes_up_to(path, limit)
     try:
         fields = parse_json(content)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: it is not JSON: {error}; it must be what save_pretrained writes") from error
+        raise ValueError(f"{path}: the file must be JSON, got: {error}; {_REPAIR_HINT}") from error
     if not isinstance(fields, dict):
-        raise ValueError(f"{path}: it holds a {type(fields).__name__}; it must hold an object, {{…}}")
+        raise ValueError(f"{path}: the file must hold a JSON object, got a {type(fields).__name__}; {_REPAIR_HINT}")
     return fields
 
 
 def parse_json(content: bytes) -> Any:
-    """JSON in UTF-8, in which no object has a key twice: readers differ in which of the two they take."""
-    return json.loads(content.decode(), object_pairs_hook=_object)
+    """Parse JSON in UTF-8 and reject duplicate keys: readers differ in which of the two values they take."""
+    return json.loads(content.decode(), object_pairs_hook=_object_without_duplicate_keys)
 
 
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _object_without_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     fields = dict(pairs)
     if len(fields) < len(pairs):
         key = Counter(key for key, _ in pairs).most_common(1)[0][0]
-        raise ValueError(f"{key!r:.60} is there twice")
+        raise ValueError(f"duplicate key {key!r:.60}")
     return fields
 
 
-class Fields(NamedTuple):
-    """What a config.json says."""
+class ConfigFile(NamedTuple):
+    """The content of a config.json."""
 
     path: Path
     kind: str
     values: dict[str, Any]
 
-    def as_arguments(self, names: Mapping[str, str], like: NamedTuple) -> dict[str, Any]:
-        """The arguments of a configuration: `names` has each one's name in the file, `like` a value of its kind.
+    def config_arguments(self, names: Mapping[str, str], like: NamedTuple) -> dict[str, Any]:
+        """The arguments of a configuration: `names` maps each to its name in the file, `like` has a value of its type.
 
-        What the file leaves out is left out, where the configuration has a default for it.
+        An argument that the file omits is omitted if the configuration has a default for it.
         """
         arguments: dict[str, Any] = {}
         for ours, theirs in names.items():
             value, kind = self.values.get(theirs), type(getattr(like, ours))
             if theirs not in self.values or (value is None and like._field_defaults.get(ours, ...) is None):
                 if ours not in like._field_defaults:
-                    raise ValueError(f"{self.path}: it has no {theirs!r}; it must say the model's {ours}")
+                    raise ValueError(f"{self.path} must have {theirs!r}, the model's {ours}; {_REPAIR_HINT}")
                 continue
-            fits, rule = _RULES[ours if ours in _RULES else kind]
+            fits, rule = _FIELD_RULES[ours if ours in _FIELD_RULES else kind]
             if isinstance(value, bool) != (kind is bool) or not fits(value):
-                raise ValueError(f"{self.path}: {theirs} is {value!r:.60}; it must be {rule}")
-            arguments[ours] = ACTIVATIONS[str(value)] if ours == "activation" else kind(value)
+                raise self.field_error(theirs, rule, value)
+            arguments[ours] = ACTIVATION_BY_CONFIG_NAME[str(value)] if ours == "activation" else kind(value)
         return arguments
 
-    def flag(self, name: str) -> bool:
-        """A setting that is false where it is left out."""
+    def field_error(self, name: str, rule: str, value: Any) -> ValueError:
+        """The error for a field that breaks its rule."""
+        return ValueError(f"{self.path}: {name} must be {rule}, got {value!r:.60}; {_REPAIR_HINT}")
+
+    def read_flag(self, name: str) -> bool:
+        """A boolean setting; False if omitted."""
         value = self.values.get(name)
         if not (value is None or isinstance(value, bool)):
-            raise ValueError(f"{self.path}: {name} is {value!r:.60}; it must be true or false")
+            raise self.field_error(name, "true or false", value)
         return bool(value)
 
-    def ends(self, vocab: int) -> dict[str, Any]:
-        """The tokens that start and end a text, arguments of a configuration.
+    def read_start_and_stop(self, vocab: int) -> dict[str, Any]:
+        """The tokens that start and end a text, as arguments of a configuration.
 
-        Those that are none of the vocabulary's `vocab` tokens are left out: small models keep large ones' numbers.
+        Ids outside the vocabulary of `vocab` tokens are omitted: small models keep the ids of large ones.
         """
         start, stop = (self.values.get(name) for name in ("bos_token_id", "eos_token_id"))
         stops = stop if isinstance(stop, list) else [] if stop is None else [stop]
         for name, ids in (("bos_token_id", [] if start is None else [start]), ("eos_token_id", stops)):
             if not all(is_integer(number) and number >= 0 for number in ids):
-                raise ValueError(
-                    f"{self.path}: {name} is {self.values[name]!r:.60}; it must be the number of a token, or null"
-                )
+                raise self.field_error(name, "the id of a token, or null", self.values[name])
         known = start is not None and start < vocab
         return {"start": start if known else None, "stop": tuple(number for number in stops if number < vocab)}
 
-    def build(self, model: Callable[[Any], Model], config: Any, tensors: int) -> Model:
-        """A model of a configuration that was read, on the meta device: nothing is drawn that the checkpoint would replace.
+    def build_on_meta(self, model: Callable[[Any], Model], config: Any, tensors: int) -> Model:
+        """Build a model from its configuration on the meta device: the checkpoint replaces all weights.
 
-        `tensors` is how many the checkpoint has: a file that speaks of more layers than that is not followed.
+        `tensors` is the number of tensors in the checkpoint: a model cannot have more layers than that.
         """
         if config.layers > tensors:
             raise ValueError(
-                f"{self.path}: layers: it is {config.layers}, more than the {tensors} tensors of the checkpoint; it must be how many layers that has"
+                f"{self.path}: layers must be at most {tensors}, the number of tensors in the checkpoint, got {config.layers}; {_REPAIR_HINT}"
             )
-        if config.layers > _limits.LAYERS:
-            raise ValueError(f"{self.path}: layers must be at most {_limits.LAYERS:,}, got {config.layers:,}")
+        if config.layers > _limits.CONFIG_LAYERS:
+            raise ValueError(
+                f"{self.path}: layers must be at most {_limits.CONFIG_LAYERS:,}, got {config.layers:,}; {_REPAIR_HINT}"
+            )
         try:
             with torch.device("meta"):
                 return model(config)
-        # torch has other errors for sizes that no tensor can have
+        # torch raises other errors for impossible tensor sizes
         except (ValueError, RuntimeError, OverflowError, TypeError) as error:
             raise ValueError(f"{self.path}: {error}") from None
 
-    def expect(self, **only: Any) -> None:
-        """Raise where a setting is there and is not the only one that can be read."""
-        for name, value in only.items():
+    def require_values(self, **supported: Any) -> None:
+        """Raise if a setting is present with a value other than the supported one."""
+        for name, value in supported.items():
             if self.values.get(name, value) != value:
-                raise ValueError(f"{self.path}: {name} is {self.values[name]!r}; it must be {value!r} to be read here")
+                raise ValueError(
+                    f"{self.path}: {name} must be {value!r}, got {self.values[name]!r:.60}; other values are not supported, "
+                    "use transformers"
+                )
 
 
-# how config.json names what a feed-forward network applies -> how FeedForward does
-ACTIVATIONS = {
+# activation in config.json -> activation of FeedForward
+ACTIVATION_BY_CONFIG_NAME = {
     "gelu": "gelu",
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
@@ -209,37 +222,40 @@ ACTIVATIONS = {
 }
 
 
-# by the kind of a value, or by the name of the argument
-_RULES: dict[type | str, tuple[Callable[[Any], bool], str]] = {
-    "activation": (lambda x: isinstance(x, str) and x in ACTIVATIONS, f"one of {', '.join(ACTIVATIONS)}"),
+# type of a value, or name of an argument -> check, and rule in words
+_FIELD_RULES: dict[type | str, tuple[Callable[[Any], bool], str]] = {
+    "activation": (
+        lambda x: isinstance(x, str) and x in ACTIVATION_BY_CONFIG_NAME,
+        f"one of {', '.join(ACTIVATION_BY_CONFIG_NAME)}",
+    ),
     bool: (lambda x: isinstance(x, bool), "true or false"),
-    int: (lambda x: isinstance(x, int) and 1 <= x < 2**31, "a whole number, 1 or more"),
-    float: (lambda x: isinstance(x, (int, float)) and 0 <= x < 1, "a number, at least 0 and less than 1"),
+    int: (lambda x: isinstance(x, int) and 1 <= x < 2**31, "an integer, 1 or more"),
+    float: (lambda x: isinstance(x, (int, float)) and 0 <= x < 1, "a number in [0, 1)"),
 }
 
 
-def named(names: Mapping[str, str], config: NamedTuple) -> dict[str, Any]:
-    """A configuration as config.json says it: what `Fields.as_arguments` reads."""
+def config_json_fields(names: Mapping[str, str], config: NamedTuple) -> dict[str, Any]:
+    """The fields of config.json for a configuration: the inverse of `ConfigFile.config_arguments`."""
     values = {theirs: getattr(config, ours) for ours, theirs in names.items()}
     if "activation" in names:
         theirs = names["activation"]
-        values[theirs] = next(name for name, ours in ACTIVATIONS.items() if ours == values[theirs])
+        values[theirs] = next(name for name, ours in ACTIVATION_BY_CONFIG_NAME.items() if ours == values[theirs])
     return values
 
 
-def named_ends(start: int | None, stop: tuple[int, ...]) -> dict[str, Any]:
-    """The tokens around a text as config.json says them: what `Fields.ends` reads."""
+def bos_and_eos_fields(start: int | None, stop: tuple[int, ...]) -> dict[str, Any]:
+    """The fields of config.json for the tokens around a text: the inverse of `ConfigFile.read_start_and_stop`."""
     ids: Any = None if not stop else stop[0] if len(stop) == 1 else list(stop)
     return {"bos_token_id": start, "eos_token_id": ids}
 
 
-# the fields of a configuration that count something, where it has them; a field whose default is None may be None
-_COUNTS = (
+# the integer fields of a configuration, if it has them; a field whose default is None may be None
+_INTEGER_FIELDS = (
     "d_model", "heads", "layers", "d_feedforward", "vocab", "positions", "token_types", "kv_heads", "head_dim", "window"
 )  # fmt: skip
-_MOST = {"heads": HEADS, "kv_heads": HEADS, "layers": LAYERS}
-# the fields that are numbers, with the interval of each
-_NUMBERS = {
+_INTEGER_MAXIMA = {"heads": MAX_HEADS, "kv_heads": MAX_HEADS, "layers": MAX_LAYERS}
+# the floating-point fields, each with its interval
+_FLOAT_INTERVALS = {
     "eps": (0, float("inf"), "[)"),
     "rope_base": (0, float("inf"), "()"),
     "dropout": (0, 1, "[)"),
@@ -247,40 +263,42 @@ _NUMBERS = {
 }
 
 
-def check(config: Any) -> None:
-    """Raise where a field of a model's configuration cannot be what it is."""
+def check_config(config: Any) -> None:
+    """Raise if a field of a model's configuration is invalid."""
     if not hasattr(config, "_field_defaults"):
-        raise WrongType(f"config must be a Config, such as one of SIZES, got {kind_of(config)}")
+        raise WrongType(f"config must be a Config, such as one of SIZES, got {describe_type(config)}")
     defaults, values = config._field_defaults, config._asdict()
-    for name in _COUNTS:
+    for name in _INTEGER_FIELDS:
         value = values.get(name)
-        left_out = value is None and defaults.get(name, ...) is None
-        if name in values and not left_out:
-            check_integer(name, value, 1, _MOST.get(name, LARGEST))
-    for name, interval in _NUMBERS.items():
+        omitted = value is None and defaults.get(name, ...) is None
+        if name in values and not omitted:
+            check_integer(name, value, 1, _INTEGER_MAXIMA.get(name, LARGEST_INT32))
+    for name, interval in _FLOAT_INTERVALS.items():
         if name in values:
             check_number(name, values[name], *interval)
     check_numel("the word embeddings", (config.vocab, config.d_model), hint="vocab or d_model is too large")
-    # with a size of their own, heads need not share the features of a token evenly
+    # with an explicit head_dim, heads need not divide d_model
     if values.get("head_dim") is None and config.d_model % config.heads:
-        raise ValueError(f"heads: {config.heads} does not divide d_model {config.d_model}; it must")
+        raise ValueError(f"heads must divide d_model {config.d_model}, got {config.heads}; change heads or d_model")
     if values.get("head") not in ("own", "tied", None):
-        raise ValueError(f"head: it is {config.head!r:.60}; it must be 'own', 'tied' or None")
+        raise ValueError(f"head must be 'own', 'tied' or None, got {config.head!r:.60}")
     start, stop = values.get("start"), values.get("stop", ())
     if not isinstance(stop, tuple):
-        raise WrongType(f"stop must be a tuple of ids in [0, {config.vocab - 1}], got {shown(stop)}")
+        raise WrongType(f"stop must be a tuple of ids in [0, {config.vocab - 1}], got {short_repr(stop)}")
     check_integers("stop", stop, 0, config.vocab - 1)
     if start is not None:
         check_integer("start", start, 0, config.vocab - 1)
 
 
-def config(root: Path, kinds: Sequence[str]) -> Fields:
-    """The config.json of a folder, of one of the kinds (`model_type`) that the caller can read."""
-    path = root / CONFIG
-    expect(path, SAVED)
+def read_config(root: Path, kinds: Sequence[str]) -> ConfigFile:
+    """Read the config.json of a folder, whose `model_type` must be one of `kinds`."""
+    path = root / CONFIG_FILE
+    check_regular_file(path, SAVE_PRETRAINED_HINT)
     values = read_json(path)
     kind = values.get("model_type")
     if not isinstance(kind, str) or kind not in kinds:
-        said = "it has no model_type" if kind is None else f"model_type is {kind!r}"
-        raise ValueError(f"{path}: {said}; what can be read here is {', '.join(map(repr, kinds))}")
-    return Fields(path, kind, values)
+        supported = ", ".join(map(repr, kinds))
+        raise ValueError(
+            f"{path}: model_type must be one of {supported}, got {kind!r:.60}; load other models with transformers"
+        )
+    return ConfigFile(path, kind, values)

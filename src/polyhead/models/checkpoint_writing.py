@@ -1,4 +1,4 @@
-"""A model written as a checkpoint that transformers reads: whole, or not at all."""
+"""Write a model as a checkpoint that transformers can read, atomically."""
 
 from __future__ import annotations
 
@@ -13,133 +13,142 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from polyhead import _files
-from polyhead.models import checkpoint_files as files
-from polyhead.models.checkpoint_reading import renamed
+from polyhead.models import checkpoint_files
+from polyhead.models.checkpoint_reading import translate_parameter_name
 
 
-def named_tensors(model: nn.Module, fresh: nn.Module, names: Mapping[str, str]) -> dict[str, Tensor]:
+def name_tensors_for_checkpoint(model: nn.Module, fresh: nn.Module, names: Mapping[str, str]) -> dict[str, Tensor]:
     """A model's tensors under the names of a checkpoint.
 
     Args:
-        fresh: a model of the same configuration, on the meta device: what a checkpoint has places for.
-        names: the model's modules under the checkpoint's names.
+        fresh: a model of the same configuration, on the meta device: it has the tensors that a checkpoint can hold.
+        names: the model's modules -> the checkpoint's modules.
 
     Raises:
-        ValueError: where the model is not what its configuration says: heads were pruned, gates set, modules replaced.
+        ValueError: if the model differs from its configuration: heads were pruned, gates set, or modules replaced.
     """
     expected, tensors = fresh.state_dict(), model.state_dict()
-    hint = "a checkpoint of this kind has no place for heads that were pruned or gated, nor for other modules; safetensors.torch.save_model keeps them"
+    hint = "this format cannot hold pruned or gated heads, nor other modules; use safetensors.torch.save_model"
     for name in (*tensors, *expected):
-        if name not in tensors or name not in expected:
-            raise ValueError(f"{name}: {'it is gone' if name in expected else 'the model was given it'}; {hint}")
-        shape, wanted = tuple(tensors[name].shape), tuple(expected[name].shape)
-        if shape != wanted:
-            raise ValueError(f"{name}: its shape is {shape}, and was {wanted}; {hint}")
+        if name not in tensors:
+            raise ValueError(f"{name} must be in the model, as its config says; {hint}")
+        if name not in expected:
+            raise ValueError(f"{name} is in the model, but not in its config; {hint}")
+        shape, expected_shape = tuple(tensors[name].shape), tuple(expected[name].shape)
+        if shape != expected_shape:
+            raise ValueError(f"{name} must have shape {expected_shape}, as the config says, got {shape}; {hint}")
         if tensors[name].is_meta:
-            raise ValueError(f"{name}: it is on the meta device; there must be numbers to be written")
-    return {str(renamed(name, names)): tensor.detach() for name, tensor in tensors.items()}
+            raise ValueError(
+                f"{name} must hold values to be saved, got a tensor on the meta device; load weights first"
+            )
+    return {str(translate_parameter_name(name, names)): tensor.detach() for name, tensor in tensors.items()}
 
 
-def save(folder: str | Path, fields: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    """Write config.json and model.safetensors into a folder, which is made where it is not there.
+def save_checkpoint(folder: str | Path, fields: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    """Write config.json and model.safetensors into a folder, which is created if needed.
 
-    Both are written beside their places and moved there when they are whole. An older checkpoint stays until then, and comes
-    back where moving fails; nothing is left of folders that were made. Should the process itself be killed while the files
-    are moved, which no two files can be at once, then there is no config.json, and the folder is refused when it is read:
-    new weights never meet an old configuration. The older files are then in the folder `.polyhead-…` in it, until a
-    checkpoint is whole again.
+    Both are first written to temporary files beside their targets, then moved. An older checkpoint stays until then; if a
+    move fails, it is restored, and folders that were created are removed. If the process is killed between the moves (two
+    files cannot be moved atomically), config.json is missing and the folder cannot be loaded: new weights are never
+    combined with an old configuration. The older files are then in its subfolder `.polyhead-…`, until the next complete save.
 
     Raises:
-        ValueError: where something other than a regular file is in the place of one; symbolic links are followed.
-        OSError: where the files cannot be written, such as on a full disk.
+        ValueError: if a target exists and is not a regular file; symbolic links are followed.
+        OSError: if the files cannot be written, for example on a full disk.
     """
     folder = Path(folder)
     if folder.exists() and not folder.is_dir():
-        raise ValueError(f"folder: {folder} is a file; it must be a folder, or the path of a new one")
-    safetensors = files.library("safetensors.torch")
+        raise ValueError(f"folder must be a folder or a new path, got a file: {folder}")
+    safetensors = checkpoint_files.import_optional_library("safetensors.torch")
     dtype = next(iter(tensors.values())).dtype
-    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    created = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        places = {name: _files.target(folder / name, "folder") for name in (files.CONFIG, files.WEIGHTS)}
-        # without a config.json, what a killed process has left may be all that there is of a checkpoint
-        if places[files.CONFIG].exists():
-            _sweep(places)
+        targets = {
+            name: _files.resolve_writable_path(folder / name, "folder")
+            for name in (checkpoint_files.CONFIG_FILE, checkpoint_files.WEIGHTS_FILE)
+        }
+        # without config.json, the files of a killed process may be the only copy of a checkpoint
+        if targets[checkpoint_files.CONFIG_FILE].exists():
+            _remove_leftovers(targets)
         with contextlib.ExitStack() as stack:
-            moves = {name: _move(place, stack.enter_context(_files.workspace(place))) for name, place in places.items()}
-            whole = {**fields, "dtype": str(dtype).removeprefix("torch.")}
-            config, weights = moves[files.CONFIG], moves[files.WEIGHTS]
-            config.new.write_text(json.dumps(whole, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-            with _errors_of_the_disk(places[files.WEIGHTS]):
-                safetensors.save_file(_apart(tensors), weights.new, metadata={"format": "pt"})
+            moves = {
+                name: _plan_replacement(path, stack.enter_context(_files.locked_temporary_folder(path)))
+                for name, path in targets.items()
+            }
+            with_dtype = {**fields, "dtype": str(dtype).removeprefix("torch.")}
+            config, weights = moves[checkpoint_files.CONFIG_FILE], moves[checkpoint_files.WEIGHTS_FILE]
+            config.new.write_text(json.dumps(with_dtype, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+            with _reraise_as_os_error(targets[checkpoint_files.WEIGHTS_FILE]):
+                safetensors.save_file(_contiguous_and_unshared(tensors), weights.new, metadata={"format": "pt"})
             for move in (config, weights):
-                _files.settle(move.new, move.place)
-            _exchange(config, weights)
-        _sweep(places)
+                _files.flush_and_copy_permissions(move.new, move.target)
+            _replace_files(config, weights)
+        _remove_leftovers(targets)
     except BaseException:
-        # not where somebody else has written meanwhile
+        # rmdir keeps folders into which others have written meanwhile
         with contextlib.suppress(OSError):
-            for path in made:
+            for path in created:
                 path.rmdir()
         raise
 
 
-class _Move(NamedTuple):
-    """A file that takes a place: where it is written, and where what was there goes."""
+class _FileReplacement(NamedTuple):
+    """The replacement of a file: its target, the new file, and where the old one goes."""
 
-    place: Path
+    target: Path
     new: Path
     old: Path
 
 
-def _move(place: Path, workspace: Path) -> _Move:
+def _plan_replacement(target: Path, workspace: Path) -> _FileReplacement:
     for name in ("new", "old"):
         (workspace / name).mkdir()
-    return _Move(place, workspace / "new" / place.name, workspace / "old" / place.name)
+    return _FileReplacement(target, workspace / "new" / target.name, workspace / "old" / target.name)
 
 
-def _sweep(places: Mapping[str, Path]) -> None:
-    for place in places.values():
-        _files.sweep(place)
+def _remove_leftovers(targets: Mapping[str, Path]) -> None:
+    for target in targets.values():
+        _files.remove_abandoned_folders(target)
 
 
 @contextlib.contextmanager
-def _errors_of_the_disk(path: Path) -> Iterator[None]:
-    """What safetensors says of a disk, as Python says it: OSError, such as "No space left on device"."""
+def _reraise_as_os_error(path: Path) -> Iterator[None]:
+    """Raise the disk errors of safetensors as OSError, such as "No space left on device"."""
     try:
         yield
-    except files.library("safetensors").SafetensorError as error:
+    except checkpoint_files.import_optional_library("safetensors").SafetensorError as error:
         number = re.search(r"os error (\d+)", str(error))
         if number is None:
             raise OSError(f"{path} cannot be written: {error}") from error
         raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error
 
 
-def _exchange(config: _Move, weights: _Move) -> None:
-    """Move older files away and new ones to their places: config.json goes first and comes last."""
+def _replace_files(config: _FileReplacement, weights: _FileReplacement) -> None:
+    """Move the old files away, config.json first, then the new files to their targets, config.json last."""
     try:
         for move in (config, weights):
-            if move.place.exists():
-                move.place.replace(move.old)
+            if move.target.exists():
+                move.target.replace(move.old)
         for move in (weights, config):
-            move.new.replace(move.place)
+            move.new.replace(move.target)
     except BaseException:
         for move in (weights, config):
             if move.old.exists():
-                move.old.replace(move.place)
+                move.old.replace(move.target)
             elif not move.new.exists():
-                move.place.unlink()
+                move.target.unlink()
         raise
 
 
-def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors as safetensors takes them: each with memory of its own, in order."""
+def _contiguous_and_unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors as safetensors requires them: contiguous, and none shares memory with another."""
     seen: set[int] = set()
-    apart = {}
+    unshared = {}
     for name, tensor in tensors.items():
         tensor = tensor.cpu().contiguous()
         if tensor.data_ptr() in seen:
             tensor = tensor.clone()
         seen.add(tensor.data_ptr())
-        apart[name] = tensor
-    return apart
+        unshared[name] = tensor
+    return unshared

@@ -1,4 +1,4 @@
-"""Text as a model reads it: ids, pieces, and the word that each piece is part of."""
+"""Text as token ids, pieces, and the word that each piece belongs to."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from polyhead._checks import WrongType, check_integer, check_integers, kind_of
-from polyhead.models import checkpoint_files as files
-from polyhead.models.tokenizer_file import Encoder
+from polyhead._checks import WrongType, check_integer, check_integers, describe_type
+from polyhead.models import checkpoint_files
+from polyhead.models.tokenizer_file import BoundedTokenizer
 
-_WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+_INTEGER_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 @dataclass(frozen=True, eq=False)
 class Tokens:
-    """A text cut into tokens; `len` is their number.
+    """The tokens of a text; `len` is their number.
 
     Attributes:
-        ids: their numbers in the vocabulary.
-        pieces: their texts in the vocabulary, such as "cat" and "##s", or "Ġcat" and "s".
-        word_of: for each token the number of its word; None for a special token such as [CLS], and for blanks.
-        words: the text's own words, in its own spelling.
-        closing: how many special tokens, such as [SEP], the tokenizer put at the end.
+        ids: their ids in the vocabulary; empty for tokens that no tokenizer made (`of_pieces`).
+        pieces: their text in the vocabulary, such as "cat" and "##s", or "Ġcat" and "s".
+        word_of: the index of the word of each token; None for special tokens such as [CLS], and for blanks.
+        words: the words of the text, in its spelling.
+        closing: the number of special tokens, such as [SEP], that the tokenizer appended.
     """
 
     ids: Int[Tensor, "tokens"]
@@ -38,143 +38,159 @@ class Tokens:
     words: tuple[str, ...]
     closing: int = 0
 
+    @classmethod
+    def of_pieces(
+        cls,
+        pieces: Sequence[str],
+        word_of: Sequence[int | None] | None = None,
+        words: Sequence[str] | None = None,
+    ) -> Tokens:
+        """Tokens without ids, such as the names of a graph's nodes; each piece is a word unless `word_of` and `words` are given."""
+        word_of = range(len(pieces)) if word_of is None else word_of
+        words = pieces if words is None else words
+        return cls(torch.empty(0, dtype=torch.long), tuple(pieces), tuple(word_of), tuple(words))
+
     def __len__(self) -> int:
         return len(self.pieces)
 
-    def shortened(self, limit: int) -> Tokens:
-        """The first tokens, `limit` with the special ones that close the text; itself where it fits.
+    @property
+    def special(self) -> tuple[bool, ...]:
+        """Whether each token is part of no word, such as [CLS]."""
+        return tuple(word is None for word in self.word_of)
 
-        Words of which no token is left are left out, so `len` of the two says how many were kept of how many.
+    def shortened(self, limit: int) -> Tokens:
+        """The text truncated to `limit` tokens, including the special tokens at its end; itself if it fits.
+
+        Words without remaining tokens are dropped.
         """
         limit = check_integer("limit", limit)
         if len(self) <= limit:
             return self
         if limit <= self.closing:
             raise ValueError(
-                f"limit: it is {limit}; it must be more than {self.closing}, the special tokens at the end"
+                f"limit must be more than {self.closing}, the number of special tokens at the end, got {limit}"
             )
-        kept = [*range(limit - self.closing), *range(len(self) - self.closing, len(self))]
-        word_of = tuple(self.word_of[i] for i in kept)
+        indices = [*range(limit - self.closing), *range(len(self) - self.closing, len(self))]
+        word_of = tuple(self.word_of[i] for i in indices)
         words = self.words[: 1 + max((word for word in word_of if word is not None), default=-1)]
-        return replace(
-            self, ids=self.ids[kept], pieces=tuple(self.pieces[i] for i in kept), word_of=word_of, words=words
-        )
+        ids = self.ids[indices] if len(self.ids) else self.ids
+        return replace(self, ids=ids, pieces=tuple(self.pieces[i] for i in indices), word_of=word_of, words=words)
 
 
 class Tokenizer:
-    """Text into tokens, by a tokenizer.json: `tokenizer(text)`, `tokenizer.of_words(words)`; and back, `tokenizer.decode(ids)`.
+    """The tokenizer of a tokenizer.json: `tokenizer(text)`, `tokenizer.of_words(words)`, and `tokenizer.decode(ids)`.
 
-    Nothing is cut off and nothing padded, whatever the file says about it.
+    It never truncates or pads: such settings in the file are ignored.
     """
 
     mask_id: int | None
-    """The id that stands for a word to be guessed, such as [MASK]; None where there is none."""
+    """The id of the mask token, such as [MASK]; None if the vocabulary has none."""
 
     def __init__(self, path: str | Path) -> None:
         if not isinstance(path, (str, PathLike)):
-            raise WrongType(f"path must be a str or a path, got {kind_of(path)}")
-        self._encoder = _read(Path(path))
-        native = self._encoder.native
+            raise WrongType(f"path must be a str or a path, got {describe_type(path)}")
+        self._tokenizer = _load_tokenizer_file(Path(path))
+        native = self._tokenizer.native
         special = {
             token.content: number for number, token in native.get_added_tokens_decoder().items() if token.special
         }
         self.mask_id = next((special[name] for name in ("[MASK]", "<mask>") if name in special), None)
-        # The special tokens that are no words even where they are written in the text itself: not those that stand for a word.
+        # special tokens that are not words even if they occur in the text; the mask and the unknown token represent words
         unknown = getattr(native.model, "unk_token", None)
         self._delimiters = set(special.values()) - {self.mask_id, special.get(unknown)}
-        # Whether a word's space is part of its pieces (byte-level BPE), and has to be given with a word that comes alone.
-        in_text = self._encoder.encode("a b").ids
-        alone, spaced = (self._encoder.encode(["a", b]).ids for b in ("b", " b"))
-        self._spaced = in_text != alone and in_text == spaced
+        # whether pieces include the space before a word (byte-level BPE), which must then be added to pre-split words
+        in_text = self._tokenizer.encode("a b").ids
+        alone, spaced = (self._tokenizer.encode(["a", b]).ids for b in ("b", " b"))
+        self._needs_spaces = in_text != alone and in_text == spaced
 
     @classmethod
     def from_pretrained(cls, path_or_package: str | Path) -> Tokenizer:
-        """The tokenizer of a folder with a tokenizer.json, or of an installed package that carries one."""
-        return cls(files.folder(path_or_package) / files.TOKENIZER)
+        """The tokenizer of a folder with a tokenizer.json, or of an installed package that contains one."""
+        return cls(checkpoint_files.find_checkpoint_folder(path_or_package) / checkpoint_files.TOKENIZER_FILE)
 
     @property
     def vocab(self) -> int:
-        """How many ids a model must have an embedding for: one more than the highest."""
-        return 1 + max(self._encoder.native.get_vocab().values(), default=-1)
+        """The size of the embedding that a model needs: one more than the highest id."""
+        return 1 + max(self._tokenizer.native.get_vocab().values(), default=-1)
 
     def __call__(self, text: str) -> Tokens:
-        """The tokens of a text, with the special ones that the model expects around it.
+        """The tokens of a text, with the special tokens that the model expects around it.
 
-        Words are the text's own, with their case and accents; a punctuation mark is a word of its own.
+        Words keep the case and the accents of the text; a punctuation mark is a separate word.
         """
         if not isinstance(text, str):
             raise ValueError(
-                f"text: it is {type(text).__name__}; it must be a str (of_words takes a sentence that is split already)"
+                f"text must be a str, got {type(text).__name__}; pass a sentence that is already split to of_words"
             )
         _check_unicode("text", text)
-        encoding = self._encoder.encode(text)
+        encoding = self._tokenizer.encode(text)
         spans: dict[int, tuple[int, int]] = {}
-        for (start, stop), word in zip(encoding.offsets, self._word_of(encoding), strict=True):
-            # blanks between words are tokens of byte-level tokenizers, and no words
+        for (start, stop), word in zip(encoding.offsets, self._word_indices(encoding), strict=True):
+            # blanks between words are tokens of byte-level tokenizers, but not words
             if word is not None and not (start < stop and text[start:stop].isspace() and word not in spans):
                 spans[word] = (spans[word][0] if word in spans else start, stop)
         limits = [*(start for start, _ in spans.values()), len(text)][1:]
-        words = tuple(_whole(text, *span, limit) for span, limit in zip(spans.values(), limits, strict=True))
-        return self._tokens(encoding, {word: number for number, word in enumerate(spans)}, words)
+        words = tuple(_extract_word(text, *span, limit) for span, limit in zip(spans.values(), limits, strict=True))
+        return self._to_tokens(encoding, {word: index for index, word in enumerate(spans)}, words)
 
     def of_words(self, words: Sequence[str]) -> Tokens:
-        """The tokens of a sentence that is split into words already, as in a treebank: the words are those given.
+        """The tokens of a sentence that is already split into words, as in a treebank.
 
-        A word that the tokenizer reads as nothing, such as an empty one, stays among the words without a token.
+        Words for which the tokenizer has no token, such as empty ones, are kept in `words`.
         """
         if not isinstance(words, Sequence) or isinstance(words, str) or not all(isinstance(w, str) for w in words):
-            raise ValueError(f"words: it is {words!r:.60}; it must be a list of str (call the tokenizer with a text)")
+            raise ValueError(f"words must be a list of str, got {words!r:.60}; pass a text to the tokenizer itself")
         _check_unicode("words", *words)
-        given = [f" {word}" if number and self._spaced else word for number, word in enumerate(words)]
-        encoding = self._encoder.encode(given)
-        return self._tokens(encoding, {number: number for number in range(len(words))}, tuple(words))
+        spaced = [f" {word}" if index and self._needs_spaces else word for index, word in enumerate(words)]
+        encoding = self._tokenizer.encode(spaced)
+        return self._to_tokens(encoding, {index: index for index in range(len(words))}, tuple(words))
 
     def decode(self, ids: Int[Tensor, "tokens"] | Sequence[int]) -> str:
-        """The text of tokens, such as a model has written, without special tokens."""
-        if isinstance(ids, Tensor) and (ids.dim() != 1 or ids.dtype not in _WHOLE):
+        """The text of tokens, for example those that a model generated, without special tokens."""
+        if isinstance(ids, Tensor) and (ids.dim() != 1 or ids.dtype not in _INTEGER_DTYPES):
             raise ValueError(
-                f"ids: they are {ids.dtype} of shape {tuple(ids.shape)}; they must be the whole numbers of one text, (tokens,)"
+                f"ids must be integers of shape (tokens,), got {ids.dtype} of shape {tuple(ids.shape)}; decode one text at a time"
             )
         numbers = check_integers("ids", ids, 0, hint="pass the ids of one text, as a list or a tensor")
-        known = lambda number: number < 2**32 and self._encoder.native.id_to_token(number) is not None
+        known = lambda number: number < 2**32 and self._tokenizer.native.id_to_token(number) is not None
         unknown = next((number for number in numbers if not known(number)), None)
         if unknown is not None:
-            raise ValueError(f"ids: {unknown} is not in the vocabulary; they must be ids of this tokenizer")
-        return self._encoder.decode(numbers)
+            raise ValueError(f"ids must be in the vocabulary of this tokenizer, got {unknown}")
+        return self._tokenizer.decode(numbers)
 
-    def _word_of(self, encoding: Any) -> list[int | None]:
-        """The tokenizer's own number of the word of each token; None for special tokens."""
+    def _word_indices(self, encoding: Any) -> list[int | None]:
+        """The index that the tokenizer gives to the word of each token; None for special tokens."""
         rows = zip(encoding.ids, encoding.word_ids, encoding.special_tokens_mask, strict=True)
         return [None if special or number in self._delimiters else word for number, word, special in rows]
 
-    def _tokens(self, encoding: Any, numbers: dict[int, int], words: tuple[str, ...]) -> Tokens:
-        word_of = tuple(None if word is None else numbers.get(word) for word in self._word_of(encoding))
-        added = encoding.special_tokens_mask
-        closing = next((n for n, special in enumerate(reversed(added)) if not special), 0)
+    def _to_tokens(self, encoding: Any, indices: dict[int, int], words: tuple[str, ...]) -> Tokens:
+        word_of = tuple(None if word is None else indices.get(word) for word in self._word_indices(encoding))
+        special_tokens = encoding.special_tokens_mask
+        closing = next((n for n, special in enumerate(reversed(special_tokens)) if not special), 0)
         return Tokens(torch.tensor(encoding.ids, dtype=torch.long), tuple(encoding.tokens), word_of, words, closing)
 
 
-def check_length(ids: Tensor, positions: int, first: int = 0) -> None:
-    """Raise where ids, of which `first` others were read before, are more than a model has positions for."""
+def check_sequence_length(ids: Tensor, positions: int, first: int = 0) -> None:
+    """Raise if ids, after `first` cached ones, exceed the positions of a model."""
     if ids.dim() < 1 or first + ids.shape[-1] > positions:
         before = f" after the {first} in the caches" if first else ""
         raise ValueError(
-            f"ids: their shape is {tuple(ids.shape)}{before}; it must be (..., tokens), with at most {positions - first} tokens, "
-            f"for the model has {positions} positions (Tokens.shortened cuts a text)"
+            f"ids must have shape (..., tokens) with at most {positions - first} tokens{before}, since the model has {positions} "
+            f"positions, got {tuple(ids.shape)}; Tokens.shortened truncates a text"
         )
 
 
-def _read(path: Path) -> Encoder:
-    files.expect(
+def _load_tokenizer_file(path: Path) -> BoundedTokenizer:
+    checkpoint_files.check_regular_file(
         path,
         "transformers' AutoTokenizer.from_pretrained(folder).save_pretrained(folder) writes it from older files; "
-        "from_pretrained of Bert, Gpt and Llama reads a model without it",
+        "from_pretrained of Bert, Gpt and Llama loads a model without it",
     )
-    return Encoder(path)
+    return BoundedTokenizer(path)
 
 
-def _whole(text: str, start: int, stop: int, limit: int) -> str:
-    """A word with the accents that the tokenizer dropped after its last letter, without the spaces it took in."""
+def _extract_word(text: str, start: int, stop: int, limit: int) -> str:
+    """A word of the text with the accents that the tokenizer dropped after its last letter, without surrounding spaces."""
     while stop < limit and unicodedata.category(text[stop]) == "Mn":
         stop += 1
     return text[start:stop].strip()
@@ -186,5 +202,5 @@ def _check_unicode(name: str, *texts: str) -> None:
             text.encode()
         except UnicodeEncodeError as error:
             raise ValueError(
-                f"{name}: the character at {error.start} is half of one, {text[error.start]!r}; it must be text that was decoded whole"
+                f"{name} must be valid Unicode, got the surrogate {text[error.start]!r} at index {error.start}; decode the bytes as a whole"
             ) from None

@@ -1,22 +1,24 @@
 """Who may attend to whom.
 
-A neighbourhood is a predicate, `allows(head, query, key)`, and everything else derives from it: the mask, and
-the interval of keys outside which a kernel computes nothing. Positions are counted along the keys: the last query
-stands at the last key ("lower-right"), so that one predicate serves self-attention and step-by-step decoding.
+A neighbourhood is a predicate, `allows(head, query, key)`. The mask and the interval of keys outside which a kernel
+computes nothing derive from it. Positions are counted along the keys: the last query is at the last key
+("lower-right"), so that one predicate serves self-attention and step-by-step decoding.
 """
 
 import torch
 
-from polyhead._renamed import read_old_classes
-from polyhead.neighbourhood.base import Both, Dense, Mask, Neighbourhood, Rows, Sizes, broadcasts, neighbourhood, parts
+from polyhead._renamed import accept_old_pickled_classes
+from polyhead.neighbourhood.base import Both, Dense, Mask, Neighbourhood, Rows, as_neighbourhood, intersection_parts
 from polyhead.neighbourhood.csr import CSR
 from polyhead.neighbourhood.graph import Graph
-from polyhead.neighbourhood.grid import Grid, Lattice, Offsets
+from polyhead.neighbourhood.grid import Grid, Offsets
+from polyhead.neighbourhood.lattice import Lattice
 from polyhead.neighbourhood.sequence import Causal, Padding, Segments, Window
+from polyhead.neighbourhood.shapes import Sizes, broadcasts_to
 
-# an exported program that takes a neighbourhood keeps an example of it, which torch.export.load reads as weights only
+# an exported program stores an example of each neighbourhood argument, and torch.export.load reads it with weights_only
 torch.serialization.add_safe_globals([Dense, Causal, Window, Padding, Segments, Mask, Both, Graph, CSR, Grid, Offsets])
-read_old_classes()
+accept_old_pickled_classes(CSR)
 
 __all__ = [
     "CSR",
@@ -34,7 +36,7 @@ __all__ = [
     "Segments",
     "Sizes",
     "Window",
-    "broadcasts",
-    "neighbourhood",
-    "parts",
+    "as_neighbourhood",
+    "broadcasts_to",
+    "intersection_parts",
 ]

@@ -1,50 +1,39 @@
-"""The base of all neighbourhoods, and what any of them may be: everyone, a mask, a join, some rows of a batch."""
+"""The base class of neighbourhoods, and the general ones: all pairs, a mask, an intersection, some rows of a batch."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from polyhead._checks import check_tensor, kind_of
-from polyhead._torch import register, values_unavailable
+from polyhead._checks import check_tensor, describe_type
+from polyhead._torch import is_tracing_or_dataless, register_pytree_class
+from polyhead.neighbourhood.shapes import KeyInterval, Sizes, broadcasts_to, interval_around_true
 
 if TYPE_CHECKING:
-    from polyhead.neighbourhood.grid import Lattice
-
-
-class Sizes(NamedTuple):
-    """The axes of one attention: `batch` holds every leading axis."""
-
-    batch: tuple[int, ...]
-    heads: int
-    queries: int
-    keys: int
-
-
-Interval = tuple[Int[Tensor, "... queries"], Int[Tensor, "... queries"]]
+    from polyhead.neighbourhood.lattice import Lattice
 
 
 class Neighbourhood(ABC):
-    """The base of all neighbourhoods. A subclass defines `allows`; the rest has answers that are right for any."""
+    """The base of all neighbourhoods. A subclass defines `allows`; the defaults of all other methods are correct for any."""
 
     exact: bool = False
     """Whether a pair is allowed exactly when its key lies in `interval`."""
     full: bool = False
-    """Whether everyone may attend to everyone."""
+    """Whether all pairs are allowed."""
     by_head: bool = False
-    """Whether heads see different keys."""
+    """Whether the allowed pairs differ between heads."""
     along_keys: bool = False
-    """Whether it counts queries along the keys, of which they are the last."""
+    """Whether it counts queries along the keys: the last query is at the last key."""
     tensors: ClassVar[tuple[str, ...]] = ()
-    """The attributes that are tensors, or None: what vmap and export carry along, and a view watches for changes."""
+    """The attributes that hold tensors or None: vmap and export pass them along, and a view watches them for changes."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        register(cls, cls.tensors)
+        register_pytree_class(cls, cls.tensors)
 
     @abstractmethod
     def allows(
@@ -52,25 +41,37 @@ class Neighbourhood(ABC):
     ) -> Bool[Tensor, "..."]:
         """Whether `query` may attend to `key` in `head`: index tensors that broadcast over (heads, queries, keys).
 
-        The answer may have batch axes in front. `query` counts along the keys: of `n` queries and `m` keys, query
-        number i stands at i + m - n.
+        The result may have leading batch axes. `query` counts along the keys: with n queries and m keys, query i is at
+        position i + m - n.
         """
 
     @property
-    def grid(self) -> Lattice | None:
-        """Where items stand, if they are points of a grid."""
+    def lattice(self) -> Lattice | None:
+        """The coordinates of items that are points of a grid; None for other items."""
         return None
 
     def check(self, sizes: Sizes) -> None:  # noqa: B027 - most neighbourhoods fit any size
         """Raise a `ValueError` where this neighbourhood does not fit the tensors."""
 
-    def interval(self, queries: int, keys: int, device: torch.device) -> Interval:
-        """For each query the first key it may attend to and the one past the last: a hull, `[first, stop)`."""
+    def check_device(self, device: torch.device) -> None:  # noqa: B027 - most neighbourhoods move their tensors
+        """Raise a `ValueError` where this neighbourhood must be on the queries' device and is not."""
+
+    @property
+    def edge_dim(self) -> int | None:
+        """Features per edge, on a graph that has them."""
+        return None
+
+    def weight_shape(self, heads: int, queries: int, keys: int) -> tuple[str, tuple[int, ...]]:
+        """The axes of the attention weights over it: their names, and their sizes without the batch."""
+        return "(..., heads, queries, keys)", (heads, queries, keys)
+
+    def interval(self, queries: int, keys: int, device: torch.device) -> KeyInterval:
+        """Per query, the first key that it may attend to and the one past the last: a hull, `[first, stop)`."""
         first = torch.zeros(queries, dtype=torch.long, device=device)
         return first, torch.full_like(first, keys)
 
     def mask(self, sizes: Sizes, device: torch.device) -> Bool[Tensor, "... #heads queries keys"]:
-        """The predicate as a tensor, True where attention may go."""
+        """The predicate as a tensor, True where attention is allowed."""
         head = torch.arange(sizes.heads, device=device)[:, None, None]
         query = torch.arange(sizes.keys - sizes.queries, sizes.keys, device=device)[:, None]
         key = torch.arange(sizes.keys, device=device)
@@ -79,14 +80,14 @@ class Neighbourhood(ABC):
     def on_pairs(
         self, query: Int[Tensor, " pairs"], key: Int[Tensor, " pairs"], heads: int = 1
     ) -> Bool[Tensor, "... pairs"]:
-        """`allows` for a list of pairs, in the first so many heads; an axis for these only where they differ."""
+        """`allows` for a list of pairs, in the first `heads` heads; the result has a head axis only where heads differ."""
         head = torch.arange(heads, device=key.device)[:, None, None]
-        one = lambda query, key: self.allows(head, query.view(1, 1), key.view(1))[..., 0, 0]
-        allowed: Tensor = torch.vmap(one, chunk_size=1 << 16)(query, key)
+        on_pair = lambda query, key: self.allows(head, query.view(1, 1), key.view(1))[..., 0, 0]
+        allowed: Tensor = torch.vmap(on_pair, chunk_size=1 << 16)(query, key)
         return allowed.movedim(0, -1)
 
     def filtered(self, other: Neighbourhood) -> Neighbourhood | None:
-        """What a list of pairs is once another neighbourhood has had its say; None for what is no list."""
+        """This list of pairs, intersected with `other`; None for a neighbourhood that is not a pair list."""
         return None
 
     def rows(self, batch: tuple[int, ...], at: tuple[slice, ...]) -> Neighbourhood:
@@ -94,73 +95,77 @@ class Neighbourhood(ABC):
         return Rows(self, batch, at)
 
     def within(self, self_attention: bool) -> Neighbourhood:
-        """This neighbourhood where the queries are known to be keys too, or known not to be."""
+        """This neighbourhood with the information whether the queries are the keys."""
         return self
 
     def real_queries(self, shape: tuple[int, ...]) -> Bool[Tensor, "... queries"] | None:
-        """Which of the queries (...batch, queries) are not padding; None where nothing is known to be."""
+        """Which of the queries (...batch, queries) are not padding; None where no query is known to be padding."""
         return None
 
     def leaves(self) -> tuple[Tensor, ...]:
-        """The tensors that it points to."""
+        """The tensors that it refers to."""
         return tuple(tensor for name in self.tensors if (tensor := getattr(self, name)) is not None)
 
     def __copy__(self) -> Neighbourhood:
-        """Another one with the same tensors, which need no second check."""
+        """A copy that shares the tensors, without checking them again."""
         twin = object.__new__(type(self))
         vars(twin).update(vars(self))
         return twin
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Check what is unpickled as what is constructed: a file may hold anything, and kernels follow what it says."""
+        """Check an unpickled state like constructor arguments: a file may hold anything, and kernels trust the result."""
         try:
             self._restore(state)
         except (KeyError, IndexError, TypeError, AttributeError, RuntimeError) as error:
             name, got = type(self).__name__, ", ".join(state) if isinstance(state, dict) else type(state).__name__
             raise ValueError(f"{name}: its pickled state must be one that {name} writes, got {got}") from error
-        # what a caller has hung on it; of the flags above only a class of somebody's own may have other values
-        free = "_restore" not in vars(type(self))
-        more = {
-            name: x for name, x in state.items() if name not in vars(self) and (free or not hasattr(type(self), name))
+        # attributes that callers have added; only classes of other packages may override the flags above
+        foreign = "_restore" not in vars(type(self))
+        added = {
+            name: x
+            for name, x in state.items()
+            if name not in vars(self) and (foreign or not hasattr(type(self), name))
         }
-        vars(self).update(more)
+        vars(self).update(added)
 
     def _restore(self, state: dict[str, Any]) -> None:
-        """Build this from `vars` of another; where a constructor checks its arguments, by that constructor."""
+        """Build this from the `vars` of another, through the constructor where that checks its arguments."""
         vars(self).update(state)
 
     def __and__(self, other: Neighbourhood | Tensor) -> Neighbourhood:
         if not isinstance(other, (Neighbourhood, Tensor)):
             return NotImplemented
-        other = neighbourhood(other)
+        other = as_neighbourhood(other)
         filtered = other.filtered(self)
         if filtered is not None:
             return filtered
-        joined = [part for part in (*parts(self), *parts(other)) if not isinstance(part, Dense)]
+        joined = [
+            part for part in (*intersection_parts(self), *intersection_parts(other)) if not isinstance(part, Dense)
+        ]
         if len(joined) < 2:
             return joined[0] if joined else Dense()
         return Both(*joined)
 
     def __repr__(self) -> str:
         fields = ", ".join(
-            f"{name}={_brief(value)}"
+            f"{name}={_repr_without_values(value)}"
             for name, value in vars(self).items()
             if name not in ("exact", "full", "by_head", "along_keys") and name[0] != "_"
         )
         return f"{type(self).__name__}({fields})"
 
 
-def _brief(value: object) -> str:
+def _repr_without_values(value: object) -> str:
     return f"<{tuple(value.shape)}>" if isinstance(value, Tensor) else repr(value)
 
 
-def parts(over: Neighbourhood) -> tuple[Neighbourhood, ...]:
-    """What a join is made of; of anything else, itself."""
+def intersection_parts(over: Neighbourhood) -> tuple[Neighbourhood, ...]:
+    """The parts of an intersection; any other neighbourhood is its own only part."""
     return over.parts if isinstance(over, Both) else (over,)
 
 
 class Dense(Neighbourhood):
-    """Everyone attends to everyone."""
+    """Every query attends to every key."""
 
     exact = True
     full = True
@@ -173,35 +178,39 @@ class Dense(Neighbourhood):
 
 
 class Mask(Neighbourhood):
-    """Any pattern, as a tensor `(..., heads or 1, queries, keys)` that is True where attention may go."""
+    """Any pattern, as a tensor `(..., heads or 1, queries, keys)` that is True where attention is allowed."""
 
     tensors = ("keep",)
 
     def __init__(self, keep: Bool[Tensor, "... queries keys"]) -> None:
-        given: object = keep
-        if not isinstance(given, Tensor):
+        value: object = keep
+        if not isinstance(value, Tensor):
             raise ValueError(
-                f"over: got {kind_of(given)}; pass a neighbourhood such as Causal() or Padding(lengths), "
-                "or a bool tensor that is True where attention may go"
+                "over must be a neighbourhood such as Causal() or Padding(lengths), or a bool tensor that is True where attention "
+                f"is allowed, got {describe_type(value)}"
             )
         check_tensor("Mask: keep", keep, "(..., queries, keys)")
         if keep.is_floating_point() or keep.is_complex():
             raise ValueError(
-                f"Mask: keep is {keep.dtype}; it must be bool, True where attention may go. To add numbers to the scores pass "
-                "them as bias=...; for an additive mask, 0 where attention may go, pass keep = mask == 0"
+                f"Mask: keep must be bool, True where attention is allowed, got {keep.dtype}; to add numbers to the scores pass "
+                "bias=...; for an additive mask, 0 where attention is allowed, pass keep = mask == 0"
             )
         if keep.dtype != torch.bool:
-            if not values_unavailable(keep) and not bool(((keep == 0) | (keep == 1)).all()):
+            if not is_tracing_or_dataless(keep) and not bool(((keep == 0) | (keep == 1)).all()):
                 raise ValueError(
-                    f"Mask: keep is {keep.dtype} with values other than 0 and 1; 1 (True) = may attend. "
-                    + ("Edges go to Graph(edge_index)" if keep.shape[:1] == (2,) else "Lengths go to Padding(lengths)")
+                    f"Mask: keep must be bool, or 0 and 1 (1 = may attend), got {keep.dtype} with other values; "
+                    + (
+                        "for edges use Graph(edge_index)"
+                        if keep.shape[:1] == (2,)
+                        else "for lengths use Padding(lengths)"
+                    )
                 )
             keep = keep.bool()
         if keep.dim() < 2:
             raise ValueError(
-                f"Mask: keep has shape {tuple(keep.shape)}; it must end in (queries, keys). For padded keys use Padding(keep)"
+                f"Mask: keep must have shape (..., queries, keys), got {tuple(keep.shape)}; for padded keys use Padding(keep)"
             )
-        # always with the axis of the heads, so that an axis more is a batch's
+        # always with a head axis, so that any further axis is a batch axis
         self.keep = keep[None] if keep.dim() == 2 else keep
         self.by_head = self.keep.shape[-3] > 1
         self._pairs = keep.dim() == 2
@@ -211,28 +220,31 @@ class Mask(Neighbourhood):
         Mask.__init__(self, keep[0] if state["_pairs"] and len(keep) == 1 else keep)
 
     def check(self, sizes: Sizes) -> None:
-        shape, wanted = tuple(self.keep.shape), (*sizes.batch, sizes.heads, sizes.queries, sizes.keys)
+        shape, target = tuple(self.keep.shape), (*sizes.batch, sizes.heads, sizes.queries, sizes.keys)
         batch = sizes.batch[-1] if sizes.batch else None
         if self._pairs and len(shape) == 3:
             shape = shape[1:]
-        # what fits is asked first: a program of any length is not guarded against that of its batch
+        # the fitting shape is tested first, so that a program traced for any length gets no guard against the batch size
         if len(shape) == 2 and shape != (sizes.queries, sizes.keys) and shape == (batch, sizes.keys):
             raise ValueError(
-                f"Mask: keep has shape {shape}, which reads as (batch, keys); it must end in (queries, keys). For padded keys "
-                "use Padding(keep), True = a real key; torch's key_padding_mask, True = padded, is Padding(~mask)"
+                f"Mask: keep must have shape (..., queries, keys), got {shape}, which looks like (batch, keys); for padded keys use "
+                "Padding(keep), True = a real key, and for torch's key_padding_mask, True = padded, Padding(~mask)"
             )
         if len(shape) == 3 and batch is not None and shape[0] == batch and shape[0] != 1:
-            hint = "unsqueeze(1) makes it (batch, 1, queries, keys)"
+            hint = "keep.unsqueeze(1) is (batch, 1, queries, keys)"
             if batch != sizes.heads:
-                raise ValueError(f"Mask: keep has shape {shape}, which reads as (batch, queries, keys); {hint}")
+                raise ValueError(
+                    f"Mask: keep must be (..., heads, queries, keys), got {shape}, which looks like (batch, queries, keys); {hint}"
+                )
             raise ValueError(
-                f"Mask: keep has shape {shape} and there are as many heads as rows in the batch; {hint}, keep[None] (1, heads, queries, keys)"
+                f"Mask: keep must have four axes where batch and heads have the same size, got {shape}; {hint}, "
+                "keep[None] is (1, heads, queries, keys)"
             )
-        if not broadcasts(shape, wanted) or shape[-1] != sizes.keys:
+        if not broadcasts_to(shape, target) or shape[-1] != sizes.keys:
             by_head = batch is not None and len(shape) == 3 and shape[0] == batch * sizes.heads
             hint = f"; keep.unflatten(0, ({batch}, {sizes.heads})) splits batch and heads" if by_head else ""
             raise ValueError(
-                f"Mask: keep has shape {shape}; it must broadcast to (..., heads, queries, keys) = {wanted}{hint}"
+                f"Mask: keep must broadcast to (..., heads, queries, keys) = {target}, got shape {shape}{hint}"
             )
 
     def allows(self, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -251,18 +263,18 @@ class Mask(Neighbourhood):
         queries, keys = self.keep.shape[-2:]
         return self.keep[..., :heads, (query - (keys - queries)).clamp(0, queries - 1), key]
 
-    def interval(self, queries: int, keys: int, device: torch.device) -> Interval:
-        # (..., queries, keys) without the heads: a key is in reach if any head may see it
+    def interval(self, queries: int, keys: int, device: torch.device) -> KeyInterval:
+        # (..., queries, keys): a key is in the hull if any head may see it
         keep = self.keep.any(-3)
         keep = keep.expand(*keep.shape[:-2], queries, keys)
-        return hull(keep)
+        return interval_around_true(keep)
 
     def rows(self, batch: tuple[int, ...], at: tuple[slice, ...]) -> Neighbourhood:
         return Mask(self.keep.expand(*batch, *self.keep.shape[-3:])[at]) if self.keep.dim() > 3 else self
 
 
 class Both(Neighbourhood):
-    """What every part allows: `a & b`."""
+    """The intersection of neighbourhoods, `a & b`: pairs that every part allows."""
 
     tensors = ("parts",)
 
@@ -271,7 +283,7 @@ class Both(Neighbourhood):
         self.exact = all(part.exact for part in parts)
         self.by_head = any(part.by_head for part in parts)
         self.along_keys = any(part.along_keys for part in parts)
-        _check_places(parts)
+        _check_one_lattice(parts)
 
     def _restore(self, state: dict[str, Any]) -> None:
         if not state["parts"] or not all(isinstance(part, Neighbourhood) for part in state["parts"]):
@@ -279,8 +291,8 @@ class Both(Neighbourhood):
         Both.__init__(self, *state["parts"])
 
     @property
-    def grid(self) -> Lattice | None:
-        return next((part.grid for part in self.parts if part.grid is not None), None)
+    def lattice(self) -> Lattice | None:
+        return next((part.lattice for part in self.parts if part.lattice is not None), None)
 
     def allows(self, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         allowed = self.parts[0].allows(head, query, key)
@@ -298,7 +310,7 @@ class Both(Neighbourhood):
         for part in self.parts:
             part.check(sizes)
 
-    def interval(self, queries: int, keys: int, device: torch.device) -> Interval:
+    def interval(self, queries: int, keys: int, device: torch.device) -> KeyInterval:
         first, stop = self.parts[0].interval(queries, keys, device)
         for part in self.parts[1:]:
             a, b = part.interval(queries, keys, device)
@@ -322,17 +334,18 @@ class Both(Neighbourhood):
         return " & ".join(repr(part) for part in self.parts)
 
 
-def _check_places(parts: tuple[Neighbourhood, ...]) -> None:
-    """Raise where parts do not agree where the queries stand."""
-    grids = {part.grid for part in parts} - {None}
-    if len(grids) > 1:
-        raise ValueError(f"&: {' and '.join(map(repr, parts))} are joined, whose items stand on different grids")
-    grid = next(iter(grids), None)
+def _check_one_lattice(parts: tuple[Neighbourhood, ...]) -> None:
+    """Raise where parts disagree about the positions of the queries."""
+    lattices = {part.lattice for part in parts} - {None}
+    if len(lattices) > 1:
+        raise ValueError(f"&: all parts must be on one grid, got {' and '.join(map(repr, parts))}")
+    lattice = next(iter(lattices), None)
     counting = next((part for part in parts if part.along_keys), None)
-    if grid is not None and grid.sparse and counting is not None:
+    if lattice is not None and lattice.sparse and counting is not None:
+        strided = " and ".join(repr(part) for part in parts if part.lattice)
         raise ValueError(
-            f"&: {counting!r} counts queries along the keys, but those of {' and '.join(repr(p) for p in parts if p.grid)} stand elsewhere; "
-            "pass a Mask in its place"
+            f"&: {counting!r} counts queries along the keys, but the queries of {strided} are not the keys; pass a Mask "
+            f"instead of {counting!r}"
         )
 
 
@@ -349,8 +362,8 @@ class Rows(Neighbourhood):
         Rows.__init__(self, state["over"], state["batch"], state["at"])
 
     @property
-    def grid(self) -> Lattice | None:
-        return self.over.grid
+    def lattice(self) -> Lattice | None:
+        return self.over.lattice
 
     def allows(self, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         allowed = self.over.allows(head, query, key)
@@ -360,7 +373,7 @@ class Rows(Neighbourhood):
         allowed = self.over.on_pairs(query, key, heads)
         return allowed.expand(*self.batch, *allowed.shape[-2:])[self.at] if allowed.dim() > 2 else allowed
 
-    def interval(self, queries: int, keys: int, device: torch.device) -> Interval:
+    def interval(self, queries: int, keys: int, device: torch.device) -> KeyInterval:
         first, stop = self.over.interval(queries, keys, device)
         if first.dim() == 1:
             return first, stop
@@ -374,32 +387,11 @@ class Rows(Neighbourhood):
         return repr(self.over)
 
 
-def neighbourhood(over: Neighbourhood | Tensor | None) -> Neighbourhood:
-    """What a caller gave for `over`: nothing is `Dense()`, a tensor is a `Mask`."""
+def as_neighbourhood(over: Neighbourhood | Tensor | None) -> Neighbourhood:
+    """The neighbourhood for an argument `over`: None is `Dense()`, a tensor is a `Mask`."""
     if isinstance(over, Neighbourhood):
         return over
     return _DENSE if over is None else Mask(over)
-
-
-def broadcasts(shape: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
-    """Whether a tensor of one shape can be expanded to another."""
-    return len(shape) <= len(wanted) and all(a in (1, b) for a, b in zip(shape[::-1], wanted[::-1], strict=False))
-
-
-def check_batch(name: str, shape: tuple[int, ...], sizes: Sizes) -> None:
-    """Raise where rows of this shape do not fit the batch."""
-    if not broadcasts(shape, sizes.batch):
-        raise ValueError(f"{name}: its rows have shape {shape}, but the batch has {sizes.batch}")
-
-
-def hull(keep: Bool[Tensor, "... keys"]) -> Interval:
-    """The first True and the one past the last; two equal numbers where there is none."""
-    keys = keep.shape[-1]
-    if keys == 0:
-        return keep.sum(-1), keep.sum(-1)
-    position = torch.arange(keys, device=keep.device)
-    stop = torch.where(keep, position + 1, 0).amax(-1)
-    return torch.minimum(torch.where(keep, position, keys).amin(-1), stop), stop
 
 
 _DENSE = Dense()

@@ -9,9 +9,10 @@ import torch
 from jaxtyping import Bool, Int, Integer
 from torch import Tensor
 
-from polyhead._checks import LARGEST, LARGEST_INT64, as_tensor, check_integer, kind_of
-from polyhead._torch import values_unavailable
-from polyhead.neighbourhood.base import Interval, Neighbourhood, Sizes, check_batch, hull
+from polyhead._checks import LARGEST_INT32, LARGEST_INT64, as_tensor, check_integer, describe_type
+from polyhead._torch import is_tracing_or_dataless
+from polyhead.neighbourhood.base import Neighbourhood
+from polyhead.neighbourhood.shapes import KeyInterval, Sizes, check_broadcasts_to_batch, interval_around_true
 
 
 class _Band(Neighbourhood):
@@ -27,21 +28,21 @@ class _Band(Neighbourhood):
         near = key <= query + self.right
         return near if self.left is None else near & (key >= query - self.left)
 
-    def interval(self, queries: int, keys: int, device: torch.device) -> Interval:
+    def interval(self, queries: int, keys: int, device: torch.device) -> KeyInterval:
         position = torch.arange(keys - queries, keys, device=device)
         first = torch.zeros_like(position) if self.left is None else (position - self.left).clamp(0, keys)
         return first, (position + self.right + 1).clamp(0, keys)
 
 
 class Causal(_Band):
-    """Nobody looks ahead. With more keys than queries, the last query stands at the last key."""
+    """Every query sees its own key and those before it. With more keys than queries, the last query is at the last key."""
 
     def __init__(self) -> None:
         super().__init__(None, 0)
 
     def _restore(self, state: dict[str, Any]) -> None:
         if (state["left"], state["right"]) != (None, 0):
-            raise ValueError(f"Causal: it must reach from the first key to the query, got {state!r:.80}")
+            raise ValueError(f"Causal: its pickled state must be left=None and right=0, got {state!r:.80}")
         Causal.__init__(self)
 
     def __repr__(self) -> str:
@@ -49,100 +50,102 @@ class Causal(_Band):
 
 
 class Window(_Band):
-    """`left` keys before the query, the query's own, and `right` (the same number, unless given) after it.
+    """`left` keys before the query, the query's own key, and `right` keys (default: `left`) after it.
 
-    A window may be larger than any sequence: `Window(sys.maxsize, 0)` sees all that came before.
+    A window may be larger than any sequence: `Window(sys.maxsize, 0)` sees all earlier keys.
     """
 
     def __init__(self, left: int, right: int | None = None) -> None:
-        super().__init__(_reach("left", left), _reach("right", left if right is None else right))
+        super().__init__(
+            _check_window_reach("left", left), _check_window_reach("right", left if right is None else right)
+        )
 
     def _restore(self, state: dict[str, Any]) -> None:
         Window.__init__(self, state["left"], state["right"])
 
 
-def _reach(name: str, given: object) -> Any:
-    number: Any = check_integer(f"Window: {name}", given, 0, LARGEST_INT64)
-    # no sequence is longer than that, and a position plus more would overflow; what torch traces is a size
-    return number if isinstance(number, torch.SymInt) else min(number, LARGEST)
+def _check_window_reach(name: str, value: object) -> Any:
+    reach: Any = check_integer(f"Window: {name}", value, 0, LARGEST_INT64)
+    # clamped to the longest sequence: position + reach must not overflow; a traced integer is a size already
+    return reach if isinstance(reach, torch.SymInt) else min(reach, LARGEST_INT32)
 
 
 class Padding(Neighbourhood):
-    """Rows of different lengths in one batch: padded keys are never attended to.
+    """Sequences of different lengths in one batch: padded keys are never attended to.
 
     Args:
-        lengths_or_keep: whole numbers `(...batch)`: how many leading keys of each row are real (right padding); or a
-            bool tensor `(...batch, keys)`, True where the key is real (any padding: left, right, with holes).
-        queries: whether the queries are padded too, so that a padded query gets zero. By default they are where the
-            layer attends from a sequence to itself, and are not elsewhere.
+        lengths_or_keep: integers `(...batch)`: the number of real leading keys per sequence (right padding); or a bool tensor
+            `(...batch, keys)`, True where the key is real (any padding: left, right, with holes).
+        queries: whether the queries are padded too, so that a padded query gets zero. By default True in self-attention of a
+            layer, and False elsewhere.
     """
 
     tensors = ("keep", "first", "stop")
 
     def __init__(self, lengths_or_keep: Tensor | Sequence[int], *, queries: bool | None = None) -> None:
         what = "of integer lengths, or of bool (..., keys) that is True where a key is real"
-        given = as_tensor("Padding: lengths_or_keep", lengths_or_keep, what)
-        if given.is_floating_point() or given.is_complex() or (given.dtype == torch.bool and not given.dim()):
-            raise ValueError(f"Padding: lengths_or_keep must be a tensor {what}, got {kind_of(given)}")
+        value = as_tensor("Padding: lengths_or_keep", lengths_or_keep, what)
+        if value.is_floating_point() or value.is_complex() or (value.dtype == torch.bool and not value.dim()):
+            raise ValueError(f"Padding: lengths_or_keep must be a tensor {what}, got {describe_type(value)}")
         self.queries = queries
-        # where the real keys are not one stretch from `first` to `stop`, which they are
+        # None where the real keys are exactly those from `first` to `stop`
         self.keep: Bool[Tensor, "... keys"] | None = None
         self.keys: int | None = None
-        if given.dtype == torch.bool:
-            self.keys = given.shape[-1]
-            self.first, self.stop = hull(given)
-            if values_unavailable(given) or not torch.equal(given.sum(-1), self.stop - self.first):
-                self.keep = given
+        if value.dtype == torch.bool:
+            self.keys = value.shape[-1]
+            self.first, self.stop = interval_around_true(value)
+            if is_tracing_or_dataless(value) or not torch.equal(value.sum(-1), self.stop - self.first):
+                self.keep = value
         else:
-            given = given.long()
-            if not values_unavailable(given) and bool((given < 0).any()):
-                raise ValueError(f"Padding: a length is {int(given.min())}; lengths must be 0 or more")
-            self.first, self.stop = torch.zeros_like(given), given
+            value = value.long()
+            if not is_tracing_or_dataless(value) and bool((value < 0).any()):
+                raise ValueError(f"Padding: lengths must be 0 or more, got {int(value.min())}")
+            self.first, self.stop = torch.zeros_like(value), value
         self.exact = self.keep is None
 
     def _restore(self, state: dict[str, Any]) -> None:
         keep, first, stop, keys = (state[name] for name in ("keep", "first", "stop", "keys"))
-        given = stop if keep is None else keep
-        if (given.dtype == torch.bool) == (keep is None):
-            raise ValueError(f"Padding: keep must be bool and stop whole numbers, got {given.dtype}")
-        Padding.__init__(self, given, queries=state["queries"])
+        value = stop if keep is None else keep
+        if (value.dtype == torch.bool) == (keep is None):
+            raise ValueError(f"Padding: keep must be bool and stop integers, got {value.dtype}")
+        Padding.__init__(self, value, queries=state["queries"])
         if keep is None and keys is not None:
-            # of a bool tensor whose real keys are one stretch, only the ends were kept
-            lost = (first < 0) | (first > stop) | (stop > keys)
-            form = first.dtype == stop.dtype == torch.long and first.shape == stop.shape and type(keys) is int
-            if not form or (not values_unavailable(lost) and bool(lost.any())):
-                raise ValueError(f"Padding: first and stop must lie from 0 to {keys!r} keys, got {first} and {stop}")
+            # a bool tensor whose real keys are one run is stored by its ends
+            invalid = (first < 0) | (first > stop) | (stop > keys)
+            fits = first.dtype == stop.dtype == torch.long and first.shape == stop.shape and type(keys) is int
+            if not fits or (not is_tracing_or_dataless(invalid) and bool(invalid.any())):
+                raise ValueError(f"Padding: first and stop must be in [0, {keys!r}], got {first} and {stop}")
             self.first, self.keys = first, keys
 
     def check(self, sizes: Sizes) -> None:
         if self.keys is None and tuple(self.stop.shape) == (*sizes.batch, sizes.keys):
             raise ValueError(
-                f"Padding: its shape is {tuple(self.stop.shape)}, which reads as (batch, keys), but its numbers are integers; "
-                "lengths are one a row, and a tensor that marks the real keys must be bool: keep.bool()"
+                f"Padding: lengths must be one integer per sequence, got shape {tuple(self.stop.shape)}, which looks like "
+                "(batch, keys); to mark the real keys pass a bool tensor: keep.bool()"
             )
-        check_batch("Padding", tuple(self.stop.shape), sizes)
+        check_broadcasts_to_batch("Padding", tuple(self.stop.shape), sizes)
         if self.keys is not None and self.keys != sizes.keys:
-            raise ValueError(f"Padding: keep covers {self.keys} keys, but there are {sizes.keys}")
-        if self.keys is None and not values_unavailable(self.stop) and self.stop.numel():
+            raise ValueError(f"Padding: keep must cover {sizes.keys} keys, got {self.keys}")
+        if self.keys is None and not is_tracing_or_dataless(self.stop) and self.stop.numel():
             longest = int(self.stop.max())
             if longest > sizes.keys:
-                raise ValueError(f"Padding: a length is {longest}, but there are only {sizes.keys} keys")
+                raise ValueError(f"Padding: lengths must be at most the number of keys, {sizes.keys}, got {longest}")
 
-    def _real(self, position: Tensor) -> Tensor:
+    def _is_real(self, position: Tensor) -> Tensor:
         first, stop = (bound[..., None, None, None] for bound in (self.first, self.stop))
         real = (position >= first) & (position < stop)
         if self.keep is None:
             return real
         inside = position.clamp(0, self.keep.shape[-1] - 1)
-        # (..., 1, *position): the axes of a position are the last two or three of (heads, queries, keys)
-        held = self.keep[..., inside].reshape(*self.keep.shape[:-1], *(1,) * (3 - position.dim()), *position.shape)
-        return real & held
+        # (..., 1, *position): `position` has the last two or three axes of (heads, queries, keys)
+        kept = self.keep[..., inside].reshape(*self.keep.shape[:-1], *(1,) * (3 - position.dim()), *position.shape)
+        return real & kept
 
     def allows(self, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        real = self._real(key)
-        return real & self._real(query) if self.queries else real.expand(*real.shape[:-2], query.shape[-2], -1)
+        real = self._is_real(key)
+        return real & self._is_real(query) if self.queries else real.expand(*real.shape[:-2], query.shape[-2], -1)
 
-    def interval(self, queries: int, keys: int, device: torch.device) -> Interval:
+    def interval(self, queries: int, keys: int, device: torch.device) -> KeyInterval:
         first = self.first[..., None].expand(*self.first.shape, queries).to(device)
         stop = self.stop[..., None].expand(*self.stop.shape, queries).to(device)
         if not self.queries:
@@ -153,7 +156,7 @@ class Padding(Neighbourhood):
     def real_queries(self, shape: tuple[int, ...]) -> Tensor | None:
         if not self.queries:
             return None
-        real = self._real(torch.arange(shape[-1], device=self.stop.device)).flatten(-3)
+        real = self._is_real(torch.arange(shape[-1], device=self.stop.device)).flatten(-3)
         return real.expand(shape)
 
     def __repr__(self) -> str:
@@ -169,12 +172,12 @@ class Padding(Neighbourhood):
 
 
 class Segments(Neighbourhood):
-    """Several documents packed in one row: everyone attends within the own document.
+    """Several documents packed in one sequence: every item attends within its own document.
 
     Args:
-        ids: whole numbers `(...batch, keys)`, equal for the keys of one document.
+        ids: integers `(...batch, keys)`, equal for the keys of one document.
         query_ids: the same for the queries `(...batch, queries)`, where they are not keys (cross-attention between packed
-            rows). By default the queries are the last keys.
+            sequences). By default the queries are the last keys.
     """
 
     tensors = ("ids", "query_ids")
@@ -182,9 +185,9 @@ class Segments(Neighbourhood):
     def __init__(
         self, ids: Integer[Tensor, "... keys"], query_ids: Integer[Tensor, "... queries"] | None = None
     ) -> None:
-        self.ids = _ids("ids", ids)
-        self.query_ids = None if query_ids is None else _ids("query_ids", query_ids)
-        self.exact = not values_unavailable(self.ids) and _contiguous(self.ids)
+        self.ids = _check_segment_ids("ids", ids)
+        self.query_ids = None if query_ids is None else _check_segment_ids("query_ids", query_ids)
+        self.exact = not is_tracing_or_dataless(self.ids) and _ids_are_contiguous(self.ids)
         self.along_keys = query_ids is None
 
     def _restore(self, state: dict[str, Any]) -> None:
@@ -196,49 +199,49 @@ class Segments(Neighbourhood):
             ("query_ids", self.query_ids, "queries", sizes.queries),
         ):
             if ids is not None:
-                check_batch("Segments", tuple(ids.shape[:-1]), sizes)
+                check_broadcasts_to_batch("Segments", tuple(ids.shape[:-1]), sizes)
                 if ids.shape[-1] != size:
-                    raise ValueError(f"Segments: {name} covers {ids.shape[-1]} {items}, but there are {size}")
+                    raise ValueError(f"Segments: {name} must cover {size} {items}, got {ids.shape[-1]}")
         if self.query_ids is None and sizes.queries > sizes.keys:
             raise ValueError(
-                f"Segments: {sizes.queries} queries are more than the {sizes.keys} keys; pass their own ids as query_ids"
+                f"Segments: the queries must be among the {sizes.keys} keys, got {sizes.queries} queries; pass their ids as query_ids"
             )
 
-    def _of_queries(self, queries: int) -> Tensor:
+    def _ids_of_queries(self, queries: int) -> Tensor:
         return self.ids[..., self.ids.shape[-1] - queries :] if self.query_ids is None else self.query_ids
 
     def allows(self, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         keys = self.ids.shape[-1]
         if self.query_ids is None:
-            mine = self.ids[..., query.flatten().clamp(0, keys - 1)]
+            query_ids = self.ids[..., query.flatten().clamp(0, keys - 1)]
         else:
-            number = self.query_ids.shape[-1]
-            mine = self.query_ids[..., (query.flatten() - (keys - number)).clamp(0, number - 1)]
-        theirs = self.ids[..., key.flatten()]
-        return (mine[..., :, None] == theirs[..., None, :]).unsqueeze(-3)
+            queries = self.query_ids.shape[-1]
+            query_ids = self.query_ids[..., (query.flatten() - (keys - queries)).clamp(0, queries - 1)]
+        key_ids = self.ids[..., key.flatten()]
+        return (query_ids[..., :, None] == key_ids[..., None, :]).unsqueeze(-3)
 
-    def interval(self, queries: int, keys: int, device: torch.device) -> Interval:
-        mine = self._of_queries(queries)
-        rows = torch.broadcast_shapes(self.ids.shape[:-1], mine.shape[:-1])
-        mine, ids = mine.expand(*rows, queries).contiguous(), self.ids.expand(*rows, keys)
+    def interval(self, queries: int, keys: int, device: torch.device) -> KeyInterval:
+        query_ids = self._ids_of_queries(queries)
+        rows = torch.broadcast_shapes(self.ids.shape[:-1], query_ids.shape[:-1])
+        query_ids, ids = query_ids.expand(*rows, queries).contiguous(), self.ids.expand(*rows, keys)
         order = ids.argsort(dim=-1, stable=True)
         ranked = ids.gather(-1, order)
-        start = torch.searchsorted(ranked, mine)
-        end = torch.searchsorted(ranked, mine, right=True)
-        # a stable order lists the keys of one document by position: its first and last are the hull
+        start = torch.searchsorted(ranked, query_ids)
+        end = torch.searchsorted(ranked, query_ids, right=True)
+        # a stable sort lists the keys of one document by position, so its first and last are the hull
         first = order.gather(-1, start.clamp(max=max(keys - 1, 0)))
         stop = order.gather(-1, (end - 1).clamp(min=0)) + 1
         return first, torch.where(start < end, stop, first)
 
 
-def _ids(name: str, given: object) -> Int[Tensor, "... items"]:
-    ids = as_tensor(f"Segments: {name}", given, "of integers (..., items)")
+def _check_segment_ids(name: str, value: object) -> Int[Tensor, "... items"]:
+    ids = as_tensor(f"Segments: {name}", value, "of integers (..., items)")
     if ids.is_floating_point() or ids.is_complex() or ids.dim() == 0:
-        raise ValueError(f"Segments: {name} must be a tensor of integers (..., items), got {kind_of(ids)}")
+        raise ValueError(f"Segments: {name} must be a tensor of integers (..., items), got {describe_type(ids)}")
     return ids.long()
 
 
-def _contiguous(ids: Tensor) -> bool:
-    """Whether every id stands in one unbroken run: as many changes between neighbours as once sorted."""
+def _ids_are_contiguous(ids: Tensor) -> bool:
+    """Whether each id occupies one run: the ids change as often between neighbours as when they are sorted."""
     changes = ids.diff(dim=-1).ne(0).sum(-1)
     return torch.equal(changes, ids.sort(-1).values.diff(dim=-1).ne(0).sum(-1))

@@ -1,19 +1,23 @@
-"""Keys and values that are kept: of a sequence that grows step by step, and of a memory that stays as it is."""
+"""Projected keys and values: of a sequence that grows step by step, and of a fixed memory."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from polyhead._checks import check_integer, check_tensor
+from polyhead._checks import check_integer, check_integers, check_numel, check_tensor, is_integer
+
+if TYPE_CHECKING:
+    from polyhead.nn.attention import MultiHeadAttention
 
 
 class KeyValues(NamedTuple):
-    """Projected keys and values of what a sequence attends to, made once by `MultiHeadAttention.project_kv`."""
+    """Projected keys and values of a memory, made once by `MultiHeadAttention.project_kv`."""
 
     k: Float[Tensor, "... heads keys dim"]
     v: Float[Tensor, "... heads keys value_dim"]
@@ -23,18 +27,18 @@ class KeyValues(NamedTuple):
 
 
 class KeyValueCache:
-    """Preallocated keys and values (..., heads, capacity, dim), of which the first `length` are filled.
+    """Preallocated keys and values (..., heads, capacity, dim); the first `length` positions are filled.
 
-    Made by `MultiHeadAttention.cache(batch, length)`; written in place, never copied or moved.
+    Made by `MultiHeadAttention.cache(batch, length)`. It is written in place and never reallocated.
     """
 
     def __init__(
         self, k: Float[Tensor, "... heads capacity dim"], v: Float[Tensor, "... heads capacity value_dim"]
     ) -> None:
-        _check_pair(k, v, "capacity")
+        _check_key_value_shapes(k, v, "capacity")
         self._k, self._v = k, v
         self.length = 0
-        # counts the times that filled places were given up, after which an older view is stale
+        # incremented when filled positions are dropped: older views are then stale
         self.generation = 0
 
     @property
@@ -50,39 +54,51 @@ class KeyValueCache:
         return self._v.narrow(-2, 0, self.length)
 
     def append(self, k: Float[Tensor, "... heads new dim"], v: Float[Tensor, "... heads new value_dim"]) -> None:
-        """Write new keys and values behind the filled ones."""
-        _check_pair(k, v, "new")
+        """Append new keys and values."""
+        _check_key_value_shapes(k, v, "new")
         new = k.shape[-2]
         if self.length + new > self.capacity:
             raise ValueError(
-                f"cache: {new} more do not fit: {self.length} of {self.capacity} places are filled; "
-                "make it longer with mha.cache(batch, length), or go back with cache.truncate(length)"
+                f"cache must have room for {new} more positions, got {self.length} of {self.capacity} filled; "
+                "make a longer one with mha.cache(batch, length), or drop some with cache.truncate(length)"
             )
         if k.dtype != self._k.dtype:
             raise ValueError(
-                f"cache: it holds {self._k.dtype}, but the keys are {k.dtype}; "
-                f"make it with mha.cache(batch, length, dtype={k.dtype}), as under autocast"
+                f"cache must have the dtype of the keys, {k.dtype}, got {self._k.dtype}; "
+                f"make it under the same autocast, or with mha.cache(batch, length, dtype={k.dtype})"
             )
         if k.shape[-1] != self._k.shape[-1] or v.shape[-1] != self._v.shape[-1]:
             raise ValueError(
-                f"cache: it was made for heads of {self._k.shape[-1]} and {self._v.shape[-1]} features, "
-                f"but the layer has {k.shape[-1]} and {v.shape[-1]}"
+                f"cache must have {k.shape[-1]} features per key and {v.shape[-1]} per value, as the layer has, "
+                f"got {self._k.shape[-1]} and {self._v.shape[-1]}"
             )
         if k.shape[:-2] != self._k.shape[:-2]:
             raise ValueError(
-                f"cache: it was made for (..., heads) = {tuple(self._k.shape[:-2])}, but the input gives {tuple(k.shape[:-2])}"
+                f"cache must have (..., heads) = {tuple(k.shape[:-2])}, as the input has, got {tuple(self._k.shape[:-2])}"
             )
         if k.requires_grad or v.requires_grad:
-            raise ValueError(
-                "cache: it is written in place and keeps no gradients; call the layer under torch.no_grad()"
-            )
+            raise ValueError("cache is written in place, without gradients; call the layer under torch.no_grad()")
         self._k.narrow(-2, self.length, new).copy_(k)
         self._v.narrow(-2, self.length, new).copy_(v)
         self.length += new
 
+    @contextmanager
+    def appended(
+        self, k: Float[Tensor, "... heads new dim"], v: Float[Tensor, "... heads new value_dim"]
+    ) -> Iterator[None]:
+        """Append new keys and values; remove them again if an error occurs in the context."""
+        before = self.length
+        self.append(k, v)
+        try:
+            yield
+        except BaseException:
+            # no view has seen the new positions, so older views stay valid
+            self.length = before
+            raise
+
     def truncate(self, length: int) -> None:
-        """Forget all but the first `length` keys and values."""
-        length = check_integer("length", length, 0, self.length, hint=f"{self.length} places are filled")
+        """Drop all but the first `length` keys and values."""
+        length = check_integer("length", length, 0, self.length, hint=f"{self.length} positions are filled")
         self.generation += length < self.length
         self.length = length
 
@@ -90,8 +106,29 @@ class KeyValueCache:
         return f"KeyValueCache(length={self.length}, capacity={self.capacity})"
 
 
-def _check_pair(k: Tensor, v: Tensor, items: str) -> None:
-    """Raise where these are not keys and values of as many items."""
+def allocate_cache(
+    layer: MultiHeadAttention, batch: int | tuple[int, ...] | None, length: int, dtype: torch.dtype | None
+) -> KeyValueCache:
+    """A cache for a layer: see `MultiHeadAttention.cache`."""
+    lead = [] if batch is None else check_integers("batch", [batch] if is_integer(batch) else batch)
+    length = check_integer("length", length)
+    check_numel("the cache", (*lead, layer.kv_heads, length, max(layer.head_dim, layer.value_dim)))
+    # a projection that is not a plain nn.Linear, such as a quantised one, may have no parameter `weight`
+    like = next((p for p in layer.k_proj.parameters() if p.is_floating_point()), None)
+    device = torch.device("cpu") if like is None else like.device
+    if dtype is None:
+        narrow = device.type != "meta" and torch.is_autocast_enabled(device.type)
+        dtype = torch.get_autocast_dtype(device.type) if narrow else torch.float32 if like is None else like.dtype
+    shapes = (*lead, layer.kv_heads, length, layer.head_dim), (*lead, layer.value_heads, length, layer.value_dim)
+    try:
+        k, v = (torch.empty(shape, dtype=dtype, device=device) for shape in shapes)
+    except RuntimeError as error:
+        raise MemoryError(f"batch, length: not enough memory for keys and values of {shapes[0]}: {error}") from None
+    return KeyValueCache(k, v)
+
+
+def _check_key_value_shapes(k: Tensor, v: Tensor, items: str) -> None:
+    """Raise unless keys and values have the same number of items."""
     for name, x in (("k", k), ("v", v)):
         if check_tensor(name, x, f"(..., heads, {items}, dim)").dim() < 3:
             raise ValueError(f"{name} must be a tensor (..., heads, {items}, dim), got shape {tuple(x.shape)}")
@@ -103,8 +140,8 @@ def _check_pair(k: Tensor, v: Tensor, items: str) -> None:
 
 
 @contextmanager
-def all_or_none(caches: Sequence[KeyValueCache] | None) -> Iterator[None]:
-    """Where what is done with several caches fails, they are as long as they were: none has what others have not."""
+def restore_caches_on_error(caches: Sequence[KeyValueCache] | None) -> Iterator[None]:
+    """Restore the lengths of several caches if an error occurs: a step is appended to all of them or to none."""
     before = [cache.length for cache in caches or ()]
     try:
         yield

@@ -1,4 +1,4 @@
-"""How inputs reach the projections: dense or sparse, without padded rows, and dropped anew for each head."""
+"""Inputs of the projections: dense or sparse, without padded rows, with dropout per head."""
 
 from __future__ import annotations
 
@@ -11,141 +11,147 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from polyhead._torch import values_unavailable, without_autocast
+from polyhead._torch import is_tracing_or_dataless, without_autocast
 from polyhead.linalg.skinny_gemm import apply_linear
-from polyhead.neighbourhood import Dense, Neighbourhood, Sizes, neighbourhood
-from polyhead.neighbourhood.csr import starts
-from polyhead.neighbourhood.graph import check_sparse
+from polyhead.neighbourhood import Neighbourhood
+from polyhead.neighbourhood.csr import build_indptr
+from polyhead.neighbourhood.graph import check_sparse_indices
 from polyhead.nn.unpad import Unpadding
 
-# Leaving rows out costs copies: it pays where the share left out, times the features that each row is mapped by, is more
-# than this; and not where there are few numbers at all.
-_COPIES = 32
-_SMALL = 1 << 17
+# Unpadding copies rows: it pays where the share of padded rows times the number of features is at least this, and the input
+# has at least this many numbers.
+_MIN_UNPADDING_SAVING = 32
+_MIN_UNPADDING_NUMEL = 1 << 17
 
 
-def live_rows(
-    over: Neighbourhood | Tensor | None, x: Float[Tensor, "... items features"], heads: int
-) -> Unpadding | None:
-    """Which rows of a padded batch that attends to itself need be mapped at all; None for all."""
-    over = neighbourhood(over)
-    if type(over) is Dense or values_unavailable(x, *over.leaves()) or x.numel() < _SMALL:
+def find_unpadding(over: Neighbourhood, x: Float[Tensor, "... items features"]) -> Unpadding | None:
+    """The padded rows of self-attention to leave out of the projections; None where all rows are projected.
+
+    `over` has been checked against the shape of `x`.
+    """
+    if type(over).real_queries is Neighbourhood.real_queries:
+        # most neighbourhoods have no padding
         return None
-    over = over.within(True)
-    over.check(Sizes(tuple(x.shape[:-2]), heads, x.shape[-2], x.shape[-2]))
+    if is_tracing_or_dataless(x, *over.leaves()) or x.numel() < _MIN_UNPADDING_NUMEL:
+        return None
     real = over.real_queries(x.shape[:-1])
-    if real is None or not real.numel() or (1 - real.float().mean()) * x.shape[-1] < _COPIES:
+    if real is None or not real.numel() or (1 - real.float().mean()) * x.shape[-1] < _MIN_UNPADDING_SAVING:
         return None
     return Unpadding(real)
 
 
-def project(
+def project_dense_or_sparse(
     linear: nn.Module, x: Float[Tensor, "... items features"] | list[Any]
 ) -> Float[Tensor, "... items heads_dim"]:
-    """A linear map of an input; of one copy of it a head, each by the head's own rows of the map."""
+    """Apply a linear map; to a list of one copy per head, apply the head's own rows of the map to each."""
     if isinstance(x, list):
         assert isinstance(linear, nn.Linear)
         maps = linear.weight.chunk(len(x))
         biases = [None] * len(x) if linear.bias is None else linear.bias.chunk(len(x))
-        return torch.cat([_linear(one, w, b) for one, w, b in zip(x, maps, biases, strict=True)], -1)
+        return torch.cat([_linear_dense_or_sparse(one, w, b) for one, w, b in zip(x, maps, biases, strict=True)], -1)
     if x.layout == torch.strided:
         return apply_linear(linear, x)
     if not isinstance(linear, nn.Linear):
-        raise ValueError(f"sparse inputs: the projection is {type(linear).__name__}; it must be a plain nn.Linear")
-    return _linear(_sparse(x), linear.weight, linear.bias)
+        raise ValueError(
+            f"sparse inputs must be projected by a plain nn.Linear, got {type(linear).__name__}; pass them dense"
+        )
+    return _linear_dense_or_sparse(_sparse_to_cached_csr(x), linear.weight, linear.bias)
 
 
-def dropout_per_head(x: Float[Tensor, "... items features"], heads: int, share: float) -> list[Any]:
-    """One copy of the input a head, with numbers of its own set to zero and the rest scaled up."""
+def drop_inputs_per_head(x: Float[Tensor, "... items features"], heads: int, p: float) -> list[Any]:
+    """One copy of the input per head, each with its own dropout."""
     if x.layout == torch.strided:
-        return [dropout(x, share) for _ in range(heads)]
-    # what is zero already need not be dropped
-    known = _sparse(x)
-    return [known._replace(values=dropout(known.values, share)) for _ in range(heads)]
+        return [dropout_16bit(x, p) for _ in range(heads)]
+    # zeros stay zero: dropout of the entries suffices
+    entries = _sparse_to_cached_csr(x)
+    return [entries._replace(values=dropout_16bit(entries.values, p)) for _ in range(heads)]
 
 
-def dropout(x: Float[Tensor, "*any"], share: float) -> Float[Tensor, "*any"]:
-    """Dropout, from 16 random bits a number: a fraction of what a whole random number costs.
+def dropout_16bit(x: Float[Tensor, "*any"], p: float) -> Float[Tensor, "*any"]:
+    """Dropout with 16 random bits per number, which cost a fraction of a random float.
 
-    The share is one of 65,536 steps; the rest is scaled by what it really is.
+    The probability p is rounded to a multiple of 1/65536; the scale of the remaining numbers is that of the rounded p.
     """
-    steps = min(round(share * 65536), 65535)
+    steps = min(round(p * 65536), 65535)
     drawn = torch.empty(-(-x.numel() // 4), dtype=torch.int64, device=x.device).random_(-(2**63), None)
     keep = drawn.view(torch.int16)[: x.numel()].view(x.shape) >= steps - 32768
     return x * keep.to(x.dtype).mul_(65536 / (65536 - steps))
 
 
-class _Pattern(NamedTuple):
-    """Where a sparse matrix has entries: compressed rows, and those of its transpose."""
+class _SparsityPattern(NamedTuple):
+    """The positions of the entries of a sparse matrix: its CSR, and that of its transpose."""
 
-    first: Int[Tensor, " items+1"]
-    column: Int[Tensor, " entries"]
-    turned_first: Int[Tensor, " features+1"]
-    turned_column: Int[Tensor, " entries"]
-    # the place of each entry of the transpose among the entries
-    place: Int[Tensor, " entries"]
+    indptr: Int[Tensor, " items+1"]
+    indices: Int[Tensor, " entries"]
+    transposed_indptr: Int[Tensor, " features+1"]
+    transposed_indices: Int[Tensor, " entries"]
+    # the index of each entry of the transpose among the entries
+    entry_id: Int[Tensor, " entries"]
     shape: tuple[int, int]
 
 
-class _Sparse(NamedTuple):
-    pattern: _Pattern
+class _SparseInput(NamedTuple):
+    pattern: _SparsityPattern
     values: Float[Tensor, " entries"]
 
 
-# Of inputs that are still alive: the same matrix comes in every epoch.
-_known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+# CSR forms of inputs that are still alive: training passes the same matrix in every epoch.
+_csr_cache: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
-def _sparse(x: Float[Tensor, "items features"]) -> _Sparse:
+def _sparse_to_cached_csr(x: Float[Tensor, "items features"]) -> _SparseInput:
     if x.dim() != 2:
-        raise ValueError(f"sparse inputs: the shape is {tuple(x.shape)}; it must be (items, features), without a batch")
+        raise ValueError(f"sparse inputs must have shape (items, features), without a batch, got {tuple(x.shape)}")
     if x.requires_grad:
-        raise ValueError("sparse inputs: they cannot require gradients; pass them dense")
-    # inference tensors count no changes
+        raise ValueError("sparse inputs must not require gradients; pass them dense")
+    # inference tensors have no version
     version = None if x.is_inference() else x._version
-    if version is None or x not in _known or _known[x][0] != version:
-        check_sparse("sparse inputs", x)
+    if version is None or x not in _csr_cache or _csr_cache[x][0] != version:
+        check_sparse_indices("sparse inputs", x)
         entries = x.to_sparse_coo().coalesce()
         row, column = entries.indices()
-        place = column.argsort(stable=True)
+        entry_id = column.argsort(stable=True)
         items, features = x.shape
-        pattern = _Pattern(
-            starts(row, items), column.contiguous(), starts(column, features), row[place].contiguous(), place, (items, features)
+        pattern = _SparsityPattern(
+            build_indptr(row, items), column.contiguous(), build_indptr(column, features), row[entry_id].contiguous(), entry_id,
+            (items, features),
         )  # fmt: skip
-        # a copy: a view of x would keep its own key alive
-        _known[x] = version, _Sparse(pattern, entries.values().detach().clone())
-    known: _Sparse = _known[x][1]
-    return known
+        # a copy: a view would keep x, the key, alive
+        _csr_cache[x] = version, _SparseInput(pattern, entries.values().detach().clone())
+    cached: _SparseInput = _csr_cache[x][1]
+    return cached
 
 
-def _linear(x: Tensor | _Sparse, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _linear_dense_or_sparse(x: Tensor | _SparseInput, weight: Tensor, bias: Tensor | None) -> Tensor:
     if isinstance(x, Tensor):
         return F.linear(x, weight, bias)
-    y: Tensor = _SparseProduct.apply(weight, x.values.to(weight.dtype), x.pattern)
+    y: Tensor = _SparseLinear.apply(weight, x.values.to(weight.dtype), x.pattern)
     return y if bias is None else y + bias
 
 
-class _SparseProduct(torch.autograd.Function):
-    """x Wᵀ by compressed rows, and its gradient by those of the transpose: torch's own sorts the entries each time."""
+class _SparseLinear(torch.autograd.Function):
+    """x Wᵀ with the CSR of x, and its gradient with that of xᵀ. torch's own backward sorts the entries at each call."""
 
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, values: Tensor, pattern: _Pattern) -> Tensor:
+    def forward(ctx: Any, weight: Tensor, values: Tensor, pattern: _SparsityPattern) -> Tensor:
         ctx.pattern = pattern
         ctx.save_for_backward(values)
-        # autocast's narrow numbers have no sparse product
+        # sparse products do not exist in the dtypes of autocast
         with without_autocast(weight.device):
-            return _rows(pattern.first, pattern.column, values, pattern.shape) @ weight.T.contiguous()
+            return _make_csr_tensor(pattern.indptr, pattern.indices, values, pattern.shape) @ weight.T.contiguous()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         pattern, (values,) = ctx.pattern, ctx.saved_tensors
-        turned = _rows(pattern.turned_first, pattern.turned_column, values[pattern.place], pattern.shape[::-1])
+        transposed = _make_csr_tensor(
+            pattern.transposed_indptr, pattern.transposed_indices, values[pattern.entry_id], pattern.shape[::-1]
+        )
         with without_autocast(grad.device):
-            return (turned @ grad.contiguous()).T, None, None
+            return (transposed @ grad.contiguous()).T, None, None
 
 
-def _rows(first: Tensor, column: Tensor, values: Tensor, shape: tuple[int, int]) -> Tensor:
+def _make_csr_tensor(indptr: Tensor, indices: Tensor, values: Tensor, shape: tuple[int, int]) -> Tensor:
     with warnings.catch_warnings():
-        # torch calls compressed rows a beta, once
+        # torch warns once that CSR tensors are in beta
         warnings.filterwarnings("ignore", message="Sparse", category=UserWarning)
-        return torch.sparse_csr_tensor(first, column, values, shape, check_invariants=False)
+        return torch.sparse_csr_tensor(indptr, indices, values, shape, check_invariants=False)

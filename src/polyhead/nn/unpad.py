@@ -1,4 +1,4 @@
-"""Padded rows left out: gather the rows of a batch that live, spread the results back."""
+"""Unpadding: project only the valid rows of a padded batch."""
 
 from __future__ import annotations
 
@@ -10,52 +10,56 @@ from torch import Tensor
 
 
 class Unpadding:
-    """Which rows of (..., items) live. What is gathered ends in one row of zeros that stands for all the others.
+    """Valid and padded rows of (..., items). Unpadded tensors end with one row of zeros, shared by all padded rows.
 
-    A linear map of that row is what the map makes of nothing (its bias), so that `spread(map(gather(x)))` equals the
-    map of `x` with its dead rows set to zero.
+    A linear map gives its bias for that row. So `pad(linear(unpad(x)))` equals `linear` of `x` with its padded rows set to zero.
+
+    Attributes:
+        valid: flat indices of the valid rows.
+        padded: flat indices of the padded rows.
+        index: for each row, its row in the unpadded tensor.
     """
 
-    def __init__(self, live: Bool[Tensor, "... items"]) -> None:
-        self.shape = live.shape
-        self.rows: Int[Tensor, " live"] = live.flatten().nonzero()[:, 0]
-        self.dead: Int[Tensor, " dead"] = (~live).flatten().nonzero()[:, 0]
-        place = torch.full((live.numel(),), len(self.rows), device=live.device)
-        place[self.rows] = torch.arange(len(self.rows), device=live.device)
-        self.place: Int[Tensor, " items"] = place
+    def __init__(self, is_valid: Bool[Tensor, "... items"]) -> None:
+        self.shape = is_valid.shape
+        self.valid: Int[Tensor, " valid"] = is_valid.flatten().nonzero()[:, 0]
+        self.padded: Int[Tensor, " padded"] = (~is_valid).flatten().nonzero()[:, 0]
+        index = torch.full((is_valid.numel(),), len(self.valid), device=is_valid.device)
+        index[self.valid] = torch.arange(len(self.valid), device=is_valid.device)
+        self.index: Int[Tensor, " items"] = index
 
-    def unpad(self, x: Float[Tensor, "... items features"]) -> Float[Tensor, "live+1 features"]:
-        gathered: Tensor = _Gather.apply(x, self)
-        return gathered
+    def unpad(self, x: Float[Tensor, "... items features"]) -> Float[Tensor, "valid+1 features"]:
+        unpadded: Tensor = _Unpad.apply(x, self)
+        return unpadded
 
-    def pad(self, y: Float[Tensor, "live+1 features"]) -> Float[Tensor, "... items features"]:
-        spread: Tensor = _Spread.apply(y, self)
-        return spread
+    def pad(self, y: Float[Tensor, "valid+1 features"]) -> Float[Tensor, "... items features"]:
+        padded: Tensor = _Pad.apply(y, self)
+        return padded
 
 
-class _Gather(torch.autograd.Function):
+class _Unpad(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, live: Unpadding) -> Tensor:
-        ctx.live = live
-        rows = x.reshape(-1, x.shape[-1])
-        return torch.cat((rows.index_select(0, live.rows), rows.new_zeros(1, rows.shape[-1])))
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        live = ctx.live
-        whole = grad.new_zeros(live.place.shape[0], grad.shape[-1])
-        whole.index_copy_(0, live.rows, grad[:-1])
-        return whole.reshape(*live.shape, -1), None
-
-
-class _Spread(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, live: Unpadding) -> Tensor:
-        ctx.live = live
-        return y.index_select(0, live.place).reshape(*live.shape, -1)
+    def forward(ctx: Any, x: Tensor, rows: Unpadding) -> Tensor:
+        ctx.rows = rows
+        flat = x.reshape(-1, x.shape[-1])
+        return torch.cat((flat.index_select(0, rows.valid), flat.new_zeros(1, flat.shape[-1])))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        live, rows = ctx.live, grad.reshape(-1, grad.shape[-1])
-        nothing = rows.index_select(0, live.dead).sum(0, keepdim=True)
-        return torch.cat((rows.index_select(0, live.rows), nothing)), None
+        rows = ctx.rows
+        padded = grad.new_zeros(rows.index.shape[0], grad.shape[-1])
+        padded.index_copy_(0, rows.valid, grad[:-1])
+        return padded.reshape(*rows.shape, -1), None
+
+
+class _Pad(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, rows: Unpadding) -> Tensor:
+        ctx.rows = rows
+        return y.index_select(0, rows.index).reshape(*rows.shape, -1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        rows, flat = ctx.rows, grad.reshape(-1, grad.shape[-1])
+        shared = flat.index_select(0, rows.padded).sum(0, keepdim=True)
+        return torch.cat((flat.index_select(0, rows.valid), shared)), None

@@ -8,27 +8,27 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from polyhead._checks import check_number, shown
-from polyhead.linalg.stiefel import Rule
+from polyhead._checks import check_number, short_repr
+from polyhead.linalg.stiefel import StepRule
 from polyhead.manifold import Euclidean, Manifold
-from polyhead.optim.base import Group, Optimizer
+from polyhead.optim.base import Optimizer, ParamGroup
 
 
 class Adam(Optimizer):
-    """Adam (Kingma 2015), with the moments of gradients along the manifold; with one second moment a matrix as by Bécigneul 2019.
+    """Adam (Kingma 2015) with moments of Riemannian gradients; optionally one second moment per matrix (Bécigneul 2019).
 
     On `Euclidean` parameters it is `torch.optim.Adam`.
 
     Args:
-        params: tensors, or groups with options of their own; `optim.groups(model)` reads the manifolds off the layers.
-        lr: how far a step goes.
-        betas: how much of the means of gradients and of their squares is kept from step to step.
+        params: tensors, or groups with their own options; `optim.groups(model)` reads the manifolds from the layers.
+        lr: the learning rate.
+        betas: the decay rates of the running means of gradients and of their squares.
         eps: added to the root of the mean square.
-        weight_decay: this much of a parameter is added to its gradient. Where all points have one norm it moves nothing.
-        second_moment: `"elementwise"`: each number has its own mean square, as in torch. `"scalar"`: one for each matrix, the
-            mean of the manifold's inner product, so that steps do not depend on the choice of coordinates.
-        maximize: whether to climb.
-        manifold: where parameters lie whose group does not say so.
+        weight_decay: the factor of the parameter that is added to its gradient. It has no effect on manifolds of constant norm.
+        second_moment: `"elementwise"`: a mean square per number, as in torch. `"scalar"`: one per matrix, the mean of the
+            manifold's inner product, so that steps do not depend on the choice of coordinates.
+        maximize: whether to maximise the objective.
+        manifold: the manifold of groups that do not set one.
     """
 
     state_names = ("exp_avg", "exp_avg_sq")
@@ -54,18 +54,18 @@ class Adam(Optimizer):
             },
         )  # fmt: skip
 
-    def check_options(self, group: Group) -> None:
+    def check_options(self, group: ParamGroup) -> None:
         super().check_options(group)
         betas = group["betas"]
         if not isinstance(betas, (tuple, list)) or len(betas) != 2:
-            raise ValueError(f"betas must be two numbers in [0, 1), got {shown(betas)}")
-        for place, beta in enumerate(betas):
-            check_number(f"betas[{place}]", beta, 0, 1, "[)")
+            raise ValueError(f"betas must be two numbers in [0, 1), got {short_repr(betas)}")
+        for index, beta in enumerate(betas):
+            check_number(f"betas[{index}]", beta, 0, 1, "[)")
         check_number("eps", group["eps"], 0, math.inf, "[)")
         if group["second_moment"] not in ("elementwise", "scalar"):
-            raise ValueError(f"second_moment: it is {group['second_moment']!r}; it must be 'elementwise' or 'scalar'")
+            raise ValueError(f"second_moment must be 'elementwise' or 'scalar', got {group['second_moment']!r}")
 
-    def begin(self, group: Group, p: Tensor) -> dict[str, Tensor]:
+    def init_state(self, group: ParamGroup, p: Tensor) -> dict[str, Tensor]:
         zeros = torch.zeros_like(p)
         scalar = group["second_moment"] == "scalar"
         return {
@@ -75,7 +75,7 @@ class Adam(Optimizer):
             else zeros.clone(),
         }
 
-    def move(self, group: Group, x: Tensor, g: Tensor, steps: int, state: dict[str, Tensor]) -> Tensor:
+    def move(self, group: ParamGroup, x: Tensor, g: Tensor, steps: int, state: dict[str, Tensor]) -> Tensor:
         manifold, lr, decay = group["manifold"], float(group["lr"]), group["weight_decay"]
         beta1, beta2 = group["betas"]
         first, second = state["exp_avg"], state["exp_avg_sq"]
@@ -90,24 +90,24 @@ class Adam(Optimizer):
             second.mul_(beta2).addcmul_(g, g, value=1 - beta2)
         else:
             square = manifold.inner(x, g, g, keepdim=True)
-            # the mean over the numbers of a matrix, so that lr means what it means elementwise
+            # the mean over the entries of a matrix, so that lr has the same meaning as elementwise
             matrices = manifold.inner(x, g, g).numel()
             second.mul_(beta2).add_(square, alpha=(1 - beta2) * matrices / max(1, g.numel()))
         size = second.sqrt().div_(math.sqrt(1 - beta2**steps)).add_(group["eps"])
         step = torch.div(first, size).mul_(-lr / (1 - beta1**steps))
-        # here the moments of earlier steps come over to x: what has become normal by now is taken out
+        # moments of earlier steps are transported to x: the projection removes their normal component
         return manifold.retract(x, manifold.tangent(x, step))
 
-    def rule(self, group: Group, steps: int) -> Rule:
+    def rule(self, group: ParamGroup, steps: int) -> StepRule:
         beta1, beta2 = group["betas"]
-        return Rule(
+        return StepRule(
             scale=-float(group["lr"]) / (1 - beta1**steps), keep=beta1, add=1 - beta1, second=group["second_moment"],
             keep_second=beta2, root=1 / math.sqrt(1 - beta2**steps), eps=float(group["eps"]), tangent=True,
         )  # fmt: skip
 
 
 class AdamW(Adam):
-    """Adam whose weight decay shrinks the parameters themselves (Loshchilov 2019), and leaves manifolds of one norm alone.
+    """Adam with decoupled weight decay (Loshchilov 2019), which has no effect on manifolds of constant norm.
 
     The arguments are those of `Adam`.
     """

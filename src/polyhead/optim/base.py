@@ -1,4 +1,4 @@
-"""What all optimizers share: who moves together, what is refused, what is saved."""
+"""The base of the optimizers: steps, checks, and saved states."""
 
 from __future__ import annotations
 
@@ -11,254 +11,263 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from polyhead._checks import WrongType, check_number, kind_of
+from polyhead._checks import WrongType, check_number, describe_type, short_repr
 from polyhead.linalg import stiefel
-from polyhead.linalg.foreach import count, finite
+from polyhead.linalg.foreach import all_finite, increment_counters
 from polyhead.manifold import Euclidean, Manifold
-from polyhead.optim.checks import check_state, check_words, without_none
+from polyhead.optim.checks import check_option_names, check_saved_state, drop_none_values
 from polyhead.optim.groups import groups
 
-Group = dict[str, Any]
-# Numbers of one tensor that move together on a CPU: what is made of them stays in its caches.
-TOGETHER = 1 << 16
+ParamGroup = dict[str, Any]
+# On a CPU, parameters of one shape are stacked up to this many numbers, so that intermediate tensors stay in its caches.
+MAX_STACK_NUMEL = 1 << 16
 
 
 class Optimizer(torch.optim.Optimizer, abc.ABC):
     """A torch optimizer whose groups may have a `manifold`, such as `{"params": [w], "manifold": Stiefel()}`.
 
-    All tensors of one shape move in one step. A step is refused, and nothing moves, where a gradient is not finite or a
-    parameter has been taken off its manifold.
+    All parameters of one shape are updated together. `step` raises an error and changes nothing where a gradient is not finite
+    or a parameter is not on its manifold.
     """
 
     state_names: tuple[str, ...]
-    """The tensors that may be kept for each parameter, besides the number of steps."""
+    """The names of the state tensors per parameter, besides the step count."""
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
-        # the versions of parameters as they were seen on their manifolds
-        self._seen: dict[Tensor, tuple[int, Manifold]] = {}
-        super().__init__(_some(params), defaults)
+        # the version of each parameter when it was last found to be on its manifold
+        self._checked: dict[Tensor, tuple[int, Manifold]] = {}
+        super().__init__(_as_param_groups(params), defaults)
 
     @abc.abstractmethod
-    def move(self, group: Group, x: Tensor, g: Tensor, steps: int, state: dict[str, Tensor]) -> Tensor:
-        """Where points x go by gradients g in their step of this number; changes `state` in place."""
+    def move(self, group: ParamGroup, x: Tensor, g: Tensor, steps: int, state: dict[str, Tensor]) -> Tensor:
+        """The points that x moves to in step number `steps`, given the gradients g; updates `state` in place."""
 
     @abc.abstractmethod
-    def rule(self, group: Group, steps: int) -> stiefel.Rule:
-        """The same as `move`, where all points have one norm, in numbers: what the C++ kernel takes."""
+    def rule(self, group: ParamGroup, steps: int) -> stiefel.StepRule:
+        """`move` as coefficients for the C++ kernel; valid on manifolds of constant norm."""
 
     @abc.abstractmethod
-    def begin(self, group: Group, p: Tensor) -> dict[str, Tensor]:
-        """All that may be kept of a parameter, before its first step."""
+    def init_state(self, group: ParamGroup, p: Tensor) -> dict[str, Tensor]:
+        """The state tensors of a parameter before its first step."""
 
-    def kept(self, group: Group) -> tuple[str, ...]:
-        """The names of what is kept with a group's options."""
+    def used_state_names(self, group: ParamGroup) -> tuple[str, ...]:
+        """The names of the state tensors that the options of a group need."""
         return self.state_names
 
-    def add_param_group(self, param_group: Group) -> None:
-        """Add a group, whose parameters must lie on its manifold."""
+    def add_param_group(self, param_group: ParamGroup) -> None:
+        """Add a group; its parameters must be on its manifold."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
-            self._check_foreign(group)
-            check_words(group, self.defaults)
+            self._check_foreign_manifolds(group)
+            check_option_names(group, self.defaults)
             self.check_options(group)
-            self._check_points(group, group["params"])
+            self._check_on_manifold(group, group["params"])
         except ValueError:
             self.param_groups.pop()
             raise
 
-    def check_options(self, group: Group) -> None:
-        """Raise where an option of a group is not one."""
+    def check_options(self, group: ParamGroup) -> None:
+        """Raise where an option of a group has an invalid value."""
         manifold = group["manifold"]
         if not isinstance(manifold, Manifold):
-            raise ValueError(f"manifold: it is {manifold!r}; it must be a Manifold such as Stiefel()")
+            raise ValueError(f"manifold must be a Manifold such as Stiefel(), got {short_repr(manifold)}")
         for name in ("lr", "weight_decay"):
             check_number(name, group[name], 0, math.inf, "[)")
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Move every parameter that has a gradient; a closure is called first, and its loss handed back.
+        """Update every parameter that has a gradient. A closure is called first, and its loss is returned.
 
         Raises:
-            ValueError: where a gradient is not finite or a parameter is off its manifold. Nothing has moved then.
+            ValueError: where a gradient is not finite or a parameter is not on its manifold. No parameter has changed then.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        moving = [(group, [p for p in group["params"] if p.grad is not None]) for group in self.param_groups]
-        for group, params in moving:
+        updates = [(group, [p for p in group["params"] if p.grad is not None]) for group in self.param_groups]
+        for group, params in updates:
             self._check_gradients(group, params)
-            self._check_points(group, params)
-        for group, params in moving:
-            for alike in self._alike(group, params):
-                self._step(group, *alike)
-            self._seen.update((p, (p._version, group["manifold"])) for p in params)
+            self._check_on_manifold(group, params)
+        for group, params in updates:
+            for bucket in self._bucket_params(group, params):
+                self._step_bucket(group, *bucket)
+            self._checked.update((p, (p._version, group["manifold"])) for p in params)
         return loss
 
-    def _step(self, group: Group, params: list[Tensor], states: list[dict[str, Tensor]]) -> None:
-        """One step of parameters that are alike: in C++ where that is possible, else by `move`."""
+    def _step_bucket(self, group: ParamGroup, params: list[Tensor], states: list[dict[str, Tensor]]) -> None:
+        """One step of parameters of one bucket: in C++ where possible, else by `move`."""
         manifold, steps = group["manifold"], int(states[0]["step"]) + 1
-        names = self.kept(group)
-        # the parameters, their gradients, and what is kept for each
-        columns = [params, _gradients(params), *([state[name] for state in states] for name in names)]
+        names = self.used_state_names(group)
+        # the parameters, their gradients, and their state tensors
+        columns = [params, _list_gradients(params), *([state[name] for state in states] for name in names)]
         rule = self.rule(group, steps)
-        if stiefel.refuses(manifold, rule, columns) is None:
-            for place, number in stiefel.step(manifold, rule, columns, maximize=group["maximize"]):
-                one = [[stiefel.matrix(manifold, column[place], number)] for column in columns]
-                alone = dataclasses.replace(manifold, heads=manifold.heads and 1)
-                self._move({**group, "manifold": alone}, names, one, steps)
+        if stiefel.refuses_step(manifold, rule, columns) is None:
+            for index, number in stiefel.step_in_place(manifold, rule, columns, maximize=group["maximize"]):
+                matrix = [[stiefel.select_matrix(manifold, column[index], number)] for column in columns]
+                single = dataclasses.replace(manifold, heads=manifold.heads and 1)
+                self._step_stacked({**group, "manifold": single}, names, matrix, steps)
         else:
-            # as many at once as the caches hold
-            size = max(1, TOGETHER // max(1, params[0].numel())) if params[0].is_cpu else len(params)
+            size = max(1, MAX_STACK_NUMEL // max(1, params[0].numel())) if params[0].is_cpu else len(params)
             for first in range(0, len(params), size):
-                self._move(group, names, [column[first : first + size] for column in columns], steps)
-        count([state["step"] for state in states])
+                self._step_stacked(group, names, [column[first : first + size] for column in columns], steps)
+        increment_counters([state["step"] for state in states])
 
-    def _move(self, group: Group, names: Sequence[str], columns: Sequence[list[Tensor]], steps: int) -> None:
-        """One step of parameters that are stacked. Those on a manifold stay where they are if it does not end there."""
-        free = group["manifold"] == Euclidean()
-        x, g = _stack(columns[0]), _stack(columns[1])
-        # one tensor that may be changed in any case need not be copied
-        moments = [_stack(column) if free else torch.stack(column) for column in columns[2:]]
+    def _step_stacked(
+        self, group: ParamGroup, names: Sequence[str], columns: Sequence[list[Tensor]], steps: int
+    ) -> None:
+        """One step of stacked parameters. Parameters on a manifold stay unchanged if the result is not finite."""
+        euclidean = group["manifold"] == Euclidean()
+        x, g = _stack_tensors(columns[0]), _stack_tensors(columns[1])
+        # a step that cannot be refused may update a single tensor in place, without a copy
+        moments = [_stack_tensors(column) if euclidean else torch.stack(column) for column in columns[2:]]
         try:
             y = self.move(group, x, -g if group["maximize"] else g, steps, dict(zip(names, moments, strict=True)))
         except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
             y = torch.full_like(x, torch.nan)
-        if not free and not finite([y]):
+        if not euclidean and not all_finite([y]):
             raise ValueError(
-                f"a step on {group['manifold']!r}, of parameters of shape {tuple(x.shape[1:])}, ends in numbers that are not finite; "
-                "they stay where they were. lr, eps or the gradients are out of range"
+                f"a step on {group['manifold']!r} must end in finite numbers, got NaN or inf for parameters of shape "
+                f"{tuple(x.shape[1:])}, which are unchanged; check the range of lr, eps and the gradients"
             )
-        _unstack(y, columns[0])
+        _unstack_into(y, columns[0])
         for moment, column in zip(moments, columns[2:], strict=True):
             if moment.data_ptr() != column[0].data_ptr():
-                _unstack(moment, column)
+                _unstack_into(moment, column)
 
-    def _alike(self, group: Group, params: Sequence[Tensor]) -> Iterable[tuple[list[Tensor], list[dict[str, Tensor]]]]:
-        """Parameters that move together, with their states: of one shape and layout, and equally many steps behind them."""
-        kinds: dict[Any, tuple[list[Tensor], list[dict[str, Tensor]]]] = {}
-        kept = set(self.kept(group))
+    def _bucket_params(
+        self, group: ParamGroup, params: Sequence[Tensor]
+    ) -> Iterable[tuple[list[Tensor], list[dict[str, Tensor]]]]:
+        """Parameters that are updated together, with their states: of one shape and layout, after the same number of steps."""
+        buckets: dict[Any, tuple[list[Tensor], list[dict[str, Tensor]]]] = {}
+        names = set(self.used_state_names(group))
         for p in params:
             state = self.state[p]
             if "step" not in state:
-                # torch's SGD counts no steps, and has a momentum after the first
+                # torch's SGD does not count steps; it has a momentum after the first
                 state["step"] = torch.full((), float(bool(state)))
-            if not kept <= state.keys():
-                state.update({**self.begin(group, p), **state})
-            kind = kinds.setdefault((p.shape, p.stride(), p.dtype, p.device, state["step"].item()), ([], []))
-            kind[0].append(p)
-            kind[1].append(state)
-        return kinds.values()
+            if not names <= state.keys():
+                state.update({**self.init_state(group, p), **state})
+            bucket = buckets.setdefault((p.shape, p.stride(), p.dtype, p.device, state["step"].item()), ([], []))
+            bucket[0].append(p)
+            bucket[1].append(state)
+        return buckets.values()
 
-    def _check_gradients(self, group: Group, params: Sequence[Tensor]) -> None:
+    def _check_gradients(self, group: ParamGroup, params: Sequence[Tensor]) -> None:
         for p in params:
             assert p.grad is not None
             if p.grad.is_sparse or p.is_complex():
+                what = f"a {p.grad.layout} gradient of {p.dtype}"
                 raise ValueError(
-                    f"{self._name(p)}: it has a sparse gradient or complex numbers; both must be dense and real"
+                    f"{self._param_name(p)}: the gradient must be dense and the parameter real, got {what}"
                 )
-        gradients = _gradients(params)
-        for p, g in () if finite(gradients) else zip(params, gradients, strict=True):
+        gradients = _list_gradients(params)
+        for p, g in () if all_finite(gradients) else zip(params, gradients, strict=True):
             if not g.isfinite().all():
                 raise ValueError(
-                    f"{self._name(p)}: its gradient has numbers that are not finite; no parameter was moved. "
-                    "torch.autograd.set_detect_anomaly(True) finds where they come from"
+                    f"{self._param_name(p)}: the gradient must be finite, got NaN or inf; no parameter was changed. "
+                    "torch.autograd.set_detect_anomaly(True) finds the operation that produced them"
                 )
 
-    def _check_foreign(self, group: Group) -> None:
-        """Raise for parameters that carry a manifold of another library, which would be lost."""
+    def _check_foreign_manifolds(self, group: ParamGroup) -> None:
+        """Raise for parameters with a manifold of another library, which would be ignored."""
         for p in group["params"]:
-            theirs = getattr(p, "manifold", None)
-            if theirs is not None and group["manifold"] == Euclidean():
+            foreign = getattr(p, "manifold", None)
+            if foreign is not None and group["manifold"] == Euclidean():
                 raise ValueError(
-                    f"{self._name(p)}: it is a {type(p).__name__} on {theirs}, which is not read here; its group must say it, such as "
+                    f"{self._param_name(p)}: manifolds must be set by group, got a {type(p).__name__} on {foreign}; pass "
                     '{"params": [p], "manifold": Stiefel()}'
                 )
 
-    def _check_points(self, group: Group, params: Iterable[Tensor]) -> None:
-        """Raise for a parameter that is new, or was changed by others, and is off its manifold."""
+    def _check_on_manifold(self, group: ParamGroup, params: Iterable[Tensor]) -> None:
+        """Raise for a parameter that is not on its manifold; those unchanged since the last check are skipped."""
         manifold: Manifold = group["manifold"]
         if manifold == Euclidean():
             return
         for p in params:
-            now = p._version, manifold
-            if self._seen.get(p) == now:
+            version = p._version, manifold
+            if self._checked.get(p) == version:
                 continue
             ok, reason = manifold.check(p)
             if not ok:
-                more = "; polyhead.optim.project(model) takes all of a model there" if "project" in str(reason) else ""
-                raise ValueError(f"{self._name(p)}: it is not on {manifold!r}: {reason}{more}")
-            self._seen[p] = now
+                hint = (
+                    "; polyhead.optim.project(model) projects all parameters of a model"
+                    if "project" in str(reason)
+                    else ""
+                )
+                raise ValueError(f"{self._param_name(p)} must be on {manifold!r}: {reason}{hint}")
+            self._checked[p] = version
 
-    def _name(self, p: Tensor) -> str:
-        """What the caller calls a parameter."""
+    def _param_name(self, p: Tensor) -> str:
+        """The name of a parameter in error messages."""
         for number, group in enumerate(self.param_groups):
-            for place, other in enumerate(group["params"]):
+            for index, other in enumerate(group["params"]):
                 if other is p:
                     names = group.get("param_names")
-                    return names[place] if names else f"params[{place}] of group {number}, of shape {tuple(p.shape)}"
-        raise AssertionError("no parameter of this optimizer")
+                    return names[index] if names else f"params[{index}] of group {number} with shape {tuple(p.shape)}"
+        raise AssertionError("not a parameter of this optimizer")
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's, with the manifolds in words, so that it can be saved and loaded without pickle."""
+        """torch's state_dict with each manifold as its repr, so that it can be saved and loaded without pickle."""
         saved: dict[str, Any] = super().state_dict()
         for group in saved["param_groups"]:
             group["manifold"] = repr(group["manifold"])
         return saved
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on where a saved optimizer stopped, on the same manifolds."""
+        """Load the state of a saved optimizer with the same manifolds; one of torch's optimizers is accepted too."""
         if not isinstance(state_dict, dict) or not {"state", "param_groups"} <= state_dict.keys():
-            raise ValueError("state_dict must have 'state' and 'param_groups', as an optimizer's state_dict() has them")
+            found = ", ".join(map(str, state_dict)) if isinstance(state_dict, dict) else type(state_dict).__name__
+            raise ValueError(f"state_dict must have 'state' and 'param_groups', got {found or 'an empty dict'}")
         manifolds = [group["manifold"] for group in self.param_groups]
         # torch's own optimizers have fewer options
         saved = [{**self.defaults, "manifold": repr(Euclidean()), **group} for group in state_dict["param_groups"]]
-        state = {place: without_none(kept) for place, kept in state_dict["state"].items()}
+        state = {index: drop_none_values(tensors) for index, tensors in state_dict["state"].items()}
         for number, (own, group) in enumerate(zip(manifolds, saved, strict=False)):
             if group["manifold"] != repr(own):
-                raise ValueError(
-                    f"state_dict: group {number} was saved on {group['manifold']}, but here it is on {own!r}"
-                )
+                raise ValueError(f"state_dict: group {number} must be on {own!r}, got one saved on {group['manifold']}")
             group["manifold"] = own
-            check_words(group, self.defaults)
+            check_option_names(group, self.defaults)
             if len(group["params"]) == len(self.param_groups[number]["params"]):
-                for p, place in zip(self.param_groups[number]["params"], group["params"], strict=True):
-                    check_state(self._name(p), state.get(place, {}), self.begin(group, p))
+                for p, index in zip(self.param_groups[number]["params"], group["params"], strict=True):
+                    check_saved_state(self._param_name(p), state.get(index, {}), self.init_state(group, p))
         super().load_state_dict({**state_dict, "state": state, "param_groups": saved})
-        self._seen.clear()
+        self._checked.clear()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._seen = {}
+        self._checked = {}
 
 
-def _some(params: Any) -> list[Any]:
-    """What torch takes as parameters, as a list that is not empty."""
+def _as_param_groups(params: Any) -> list[Any]:
+    """The argument `params` as a list that is not empty, of tensors or groups as torch takes them."""
     if isinstance(params, Tensor):
-        raise ValueError("params: it is a tensor; it must be a list of tensors or of groups, such as [w]")
+        raise ValueError("params must be a model, or a list of tensors or of groups, got a tensor; pass [w]")
     if isinstance(params, str) or not isinstance(params, (nn.Module, Iterable)):
-        raise WrongType(f"params must be a model, or a list of tensors or of groups, got {kind_of(params)}")
-    given = list(groups(params) if isinstance(params, nn.Module) else params)
-    for place, item in enumerate(given):
+        raise WrongType(f"params must be a model, or a list of tensors or of groups, got {describe_type(params)}")
+    items = list(groups(params) if isinstance(params, nn.Module) else params)
+    for index, item in enumerate(items):
         if not isinstance(item, (Tensor, dict, tuple)):
-            raise WrongType(f"params[{place}] must be a tensor, (name, tensor) or a group, got {kind_of(item)}")
+            raise WrongType(f"params[{index}] must be a tensor, (name, tensor) or a group, got {describe_type(item)}")
         if isinstance(item, dict):
             own = item.get("params", ())
-            # torch says that a set has no order
-            given[place] = {**item, "params": own if isinstance(own, (Tensor, set)) else list(own)}
-    if not any(isinstance(own, Tensor) or own for own in (i["params"] if isinstance(i, dict) else [i] for i in given)):
-        raise ValueError("params: there is no parameter; it must be a model, optim.groups(model) or model.parameters()")
-    return given
+            # a set is passed on: torch refuses it, since it has no order
+            items[index] = {**item, "params": own if isinstance(own, (Tensor, set)) else list(own)}
+    if not any(isinstance(own, Tensor) or own for own in (i["params"] if isinstance(i, dict) else [i] for i in items)):
+        raise ValueError(
+            "params must have at least one parameter, got none; pass a model, optim.groups(model) or model.parameters()"
+        )
+    return items
 
 
-def _gradients(params: Sequence[Tensor]) -> list[Tensor]:
+def _list_gradients(params: Sequence[Tensor]) -> list[Tensor]:
     return [p.grad for p in params if p.grad is not None]
 
 
-def _stack(tensors: Sequence[Tensor]) -> Tensor:
+def _stack_tensors(tensors: Sequence[Tensor]) -> Tensor:
     return tensors[0][None] if len(tensors) == 1 else torch.stack(list(tensors))
 
 
-def _unstack(stacked: Tensor, into: Sequence[Tensor]) -> None:
+def _unstack_into(stacked: Tensor, into: Sequence[Tensor]) -> None:
     torch._foreach_copy_(list(into), list(stacked.unbind()))

@@ -1,4 +1,4 @@
-"""What optimizers say of options and of saved states that are not theirs."""
+"""Checks of option names and of saved states."""
 
 from __future__ import annotations
 
@@ -7,35 +7,36 @@ from typing import Any
 
 from torch import Tensor
 
-# Words of torch's and geoopt's optimizers that mean nothing here.
-_FOREIGN = ("amsgrad", "capturable", "differentiable", "foreach", "fused", "stabilize")
+# Options of torch's and geoopt's optimizers that are not supported.
+_UNSUPPORTED_OPTIONS = ("amsgrad", "capturable", "differentiable", "foreach", "fused", "stabilize")
 
 
-def check_words(group: dict[str, Any], known: dict[str, Any]) -> None:
-    """Raise for options of other optimizers that are set, and for those that are misspelt. Names of the caller's own may stand."""
-    for word, value in group.items():
-        if word in _FOREIGN and value:
-            raise ValueError(f"{word}: it is {value!r}; it must be left out, since this optimizer has no such option")
-        near = difflib.get_close_matches(word, known, 1, 0.85) if word not in known else []
-        if near:
-            raise ValueError(f"{word}: there is no such option; {near[0]} is meant?")
+def check_option_names(group: dict[str, Any], known: dict[str, Any]) -> None:
+    """Raise for unsupported options of other optimizers that are set, and for misspelt ones. Other names are the caller's."""
+    for name, value in group.items():
+        if name in _UNSUPPORTED_OPTIONS and value:
+            raise ValueError(f"{name} must be left out, got {value!r}; this optimizer does not support it")
+        close = difflib.get_close_matches(name, known, 1, 0.85) if name not in known else []
+        if close:
+            raise ValueError(f"{name}: unknown option; did you mean {close[0]!r}?")
 
 
-def check_state(name: str, saved: dict[str, Any], own: dict[str, Tensor]) -> None:
-    """Raise where what was saved of a parameter is not what this optimizer keeps, or of another shape."""
-    tensors = {word: value for word, value in saved.items() if word != "step"}
+def check_saved_state(parameter: str, saved: dict[str, Any], own: dict[str, Tensor]) -> None:
+    """Raise where the saved state of a parameter has other tensors or shapes than this optimizer needs."""
+    tensors = {name: value for name, value in saved.items() if name != "step"}
     if tensors and set(tensors) != set(own):
         raise ValueError(
-            f"state_dict: of {name} it has {', '.join(tensors)}; it must be {', '.join(own)}, as this optimizer keeps them"
+            f"state_dict: the state of {parameter} must be {', '.join(own)}, got {', '.join(tensors)}; load the state of the same "
+            "kind of optimizer"
         )
-    for word, value in tensors.items():
-        if value.shape != own[word].shape:
+    for name, value in tensors.items():
+        if value.shape != own[name].shape:
             raise ValueError(
-                f"state_dict: {word} of {name} is {tuple(value.shape)}; it must be {tuple(own[word].shape)}, with the options of this "
-                "optimizer"
+                f"state_dict: {name} of {parameter} must have shape {tuple(own[name].shape)}, got {tuple(value.shape)}; use the "
+                "options of the saved optimizer"
             )
 
 
-def without_none(saved: dict[str, Any]) -> dict[str, Any]:
-    """torch's SGD says None where it keeps nothing."""
-    return {word: value for word, value in saved.items() if value is not None}
+def drop_none_values(saved: dict[str, Any]) -> dict[str, Any]:
+    """A saved state without None, which torch's SGD writes where it has no momentum."""
+    return {name: value for name, value in saved.items() if value is not None}

@@ -9,23 +9,23 @@ import torch
 from torch import Tensor
 
 from polyhead._checks import check_number
-from polyhead.linalg.stiefel import Rule
+from polyhead.linalg.stiefel import StepRule
 from polyhead.manifold import Euclidean, Manifold
-from polyhead.optim.base import Group, Optimizer
+from polyhead.optim.base import Optimizer, ParamGroup
 
 
 class SGD(Optimizer):
-    """Gradient descent; the momentum is a tangent vector, which travels along. On `Euclidean` it is `torch.optim.SGD`.
+    """Gradient descent whose momentum is a tangent vector, transported at each step. On `Euclidean` it is `torch.optim.SGD`.
 
     Args:
-        params: tensors, or groups with options of their own; `optim.groups(model)` reads the manifolds off the layers.
-        lr: how far a step goes.
-        momentum: how much of the last step's direction is kept.
-        weight_decay: this much of a parameter is added to its gradient. Where all points have one norm it moves nothing.
-        dampening: how much of the gradient is left out of the momentum.
-        nesterov: whether to look ahead along the momentum.
-        maximize: whether to climb.
-        manifold: where parameters lie whose group does not say so.
+        params: tensors, or groups with their own options; `optim.groups(model)` reads the manifolds from the layers.
+        lr: the learning rate.
+        momentum: the momentum factor.
+        weight_decay: the factor of the parameter that is added to its gradient. It has no effect on manifolds of constant norm.
+        dampening: the share of the gradient that is left out of the momentum.
+        nesterov: whether to use Nesterov momentum.
+        maximize: whether to maximise the objective.
+        manifold: the manifold of groups that do not set one.
     """
 
     state_names = ("momentum_buffer",)
@@ -50,22 +50,23 @@ class SGD(Optimizer):
             },
         )  # fmt: skip
 
-    def check_options(self, group: Group) -> None:
+    def check_options(self, group: ParamGroup) -> None:
         super().check_options(group)
         for name in ("momentum", "dampening"):
             check_number(name, group[name], 0, math.inf, "[)")
         if group["nesterov"] and (group["momentum"] == 0 or group["dampening"] != 0):
             raise ValueError(
-                f"nesterov: it needs a momentum, and no dampening; they are {group['momentum']} and {group['dampening']}"
+                f"nesterov must be used with a momentum above 0 and a dampening of 0, got momentum={group['momentum']} and "
+                f"dampening={group['dampening']}"
             )
 
-    def begin(self, group: Group, p: Tensor) -> dict[str, Tensor]:
+    def init_state(self, group: ParamGroup, p: Tensor) -> dict[str, Tensor]:
         return {"momentum_buffer": torch.zeros_like(p)}
 
-    def kept(self, group: Group) -> tuple[str, ...]:
+    def used_state_names(self, group: ParamGroup) -> tuple[str, ...]:
         return self.state_names if group["momentum"] else ()
 
-    def move(self, group: Group, x: Tensor, g: Tensor, steps: int, state: dict[str, Tensor]) -> Tensor:
+    def move(self, group: ParamGroup, x: Tensor, g: Tensor, steps: int, state: dict[str, Tensor]) -> Tensor:
         manifold, lr = group["manifold"], float(group["lr"])
         if group["weight_decay"] and not manifold.constant_norm:
             g = g.add(x, alpha=group["weight_decay"])
@@ -77,14 +78,14 @@ class SGD(Optimizer):
             step = step.add(velocity, alpha=group["momentum"]) if group["nesterov"] else velocity
         y = manifold.retract(x, step * -lr)
         if velocity is not None:
-            moved = manifold.transport(x, y, velocity)
-            if moved is not velocity:
-                velocity.copy_(moved)
+            transported = manifold.transport(x, y, velocity)
+            if transported is not velocity:
+                velocity.copy_(transported)
         return y
 
-    def rule(self, group: Group, steps: int) -> Rule:
-        momentum, ahead = float(group["momentum"]), group["nesterov"]
-        return Rule(
-            scale=-float(group["lr"]), keep=momentum, add=1 if steps == 1 else 1 - float(group["dampening"]), now=1 if ahead else 0,
-            ahead=momentum if ahead else 1, transport=True,
+    def rule(self, group: ParamGroup, steps: int) -> StepRule:
+        momentum, nesterov = float(group["momentum"]), group["nesterov"]
+        return StepRule(
+            scale=-float(group["lr"]), keep=momentum, add=1 if steps == 1 else 1 - float(group["dampening"]),
+            now=1 if nesterov else 0, ahead=momentum if nesterov else 1, transport=True,
         )  # fmt: skip

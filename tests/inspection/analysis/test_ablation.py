@@ -72,7 +72,7 @@ def test_a_head_without_output_is_a_head_that_is_not_read(torchs, data):
 @pytest.mark.parametrize("tokens", [4096, 8])
 def test_many_heads_in_one_batch(tokens, by, monkeypatch):
     """The same numbers as one head at a time, however many fit together."""
-    monkeypatch.setattr(ablation, "_TOKENS", tokens)
+    monkeypatch.setattr(ablation, "_BATCH_TOKENS", tokens)
     model, table = Model().eval(), torch.randn(9, 12)
     ids = torch.tensor([3, 1, 4, 1, 5])
     embed = lambda ids: model(table[ids]).mean(-2)
@@ -194,18 +194,18 @@ def test_ready_losses():
     "act, message",
     [
         (lambda: ablation.ablate(nn.Linear(2, 2), lambda: torch.tensor(1.0)), "model: no attention call seen"),
-        (lambda: ablated(by="median"), "by: it is 'median'; it must be 'zero' or 'mean'"),
+        (lambda: ablated(by="median"), "by must be 'zero' or 'mean', got 'median'"),
         (
             lambda: ablated(loss=lambda: torch.zeros(3)),
-            r"loss: it returned \(3,\); it must return a tensor of one number",
+            r"loss must return a tensor of one number, got \(3,\)",
         ),
         (
             lambda: ablation.masked_lm(lambda x: x, torch.zeros(1, 3).long(), 1, share=0.0),
-            "share: with 0.0 none of 3 tokens",
+            "share must mask at least one of 3 tokens, got 0.0",
         ),
     ],
 )
-def test_what_is_wrong_is_said(act, message):
+def test_error_messages(act, message):
     with pytest.raises(ValueError, match=message):
         act()
 

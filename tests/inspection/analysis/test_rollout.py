@@ -22,12 +22,15 @@ def test_a_row_of_the_product(sink, token):
     assert_close(rollout(seen, token), product[:, token], atol=1e-5, rtol=1e-5)
 
 
-def test_what_is_wrong_is_said():
+def test_error_messages():
     _, square = MultiHeadAttention(12, 3)(torch.randn(5, 12))
     _, cross = MultiHeadAttention(12, 3)(torch.randn(5, 12), torch.randn(4, 12))
-    with pytest.raises(ValueError, match="seen: it is empty"):
+    with pytest.raises(ValueError, match="seen must have at least one layer"):
         rollout({}, 0)
-    with pytest.raises(ValueError, match=r"seen: the layers have \(queries, keys\) \[\(5, 4\), \(5, 5\)\]"):
+    with pytest.raises(
+        ValueError,
+        match=r"seen must be self-attention of one length in all layers, got \(queries, keys\) \[\(5, 4\), \(5, 5\)\]",
+    ):
         rollout({"a": square, "b": cross}, 0)
     with pytest.raises(ValueError, match=r"token must be an integer in \[-5, 4\], got 5"):
         rollout({"a": square}, 5)

@@ -161,7 +161,7 @@ def test_blocks_agree_with_the_whole(name, block, monkeypatch):
     layer = None if name is None else LAYERS[name]()
     x = torch.randn(2, 3, 17, 15)
     expected = self_dominance(x, layer)
-    monkeypatch.setattr(MODULE, "BLOCK", block)
+    monkeypatch.setattr(MODULE, "BLOCK_WEIGHTS", block)
     found = self_dominance(x, layer)
     assert_close(found.margin, expected.margin, atol=1e-14, rtol=0)
     assert_close(found.weight, expected.weight, atol=1e-14, rtol=0)
@@ -170,15 +170,15 @@ def test_blocks_agree_with_the_whole(name, block, monkeypatch):
 def test_nothing_of_items_by_items_is_built(monkeypatch):
     """A block of scores has at most as many numbers as it may."""
     seen = []
-    scores = blockwise.scores
+    scores = blockwise.masked_scores
     monkeypatch.setattr(
         MODULE,
-        "scores",
+        "masked_scores",
         lambda call, queries: seen.append(len(queries) * call.sizes.keys * call.sizes.heads) or scores(call, queries),
     )
     found = self_dominance(torch.randn(5000, 4))
     assert found.margin.shape == (5000,)
-    assert max(seen) <= blockwise.BLOCK
+    assert max(seen) <= blockwise.BLOCK_WEIGHTS
     assert sum(seen) == 5000**2
 
 
@@ -211,23 +211,23 @@ def test_it_is_written_in_one_line():
     ("x", "more", "message"),
     [
         ([[1.0]], {}, r"x must be a tensor \(\.\.\., items, features\), got list"),
-        (torch.ones(3), {}, r"x: its shape is \(3,\); it must be \(\.\.\., items, features\)"),
-        (torch.ones(0, 3), {}, r"x: its shape is \(0, 3\); there must be an item at the least"),
-        (torch.ones(3, 4).long(), {}, "x: it is torch.int64; it must be real and floating-point"),
-        (torch.ones(3, 4) * 1j, {}, "x: it is torch.complex64; it must be real and floating-point"),
-        (torch.full((3, 4), math.nan), {}, "x: it has numbers that are not finite"),
-        (torch.full((3, 4), math.inf), {}, "x: it has numbers that are not finite"),
-        (torch.full((3, 4), 1e200, dtype=torch.float64), {}, "x: its scores have numbers that are not finite"),
+        (torch.ones(3), {}, r"x must have shape \(\.\.\., items, features\), got \(3,\)"),
+        (torch.ones(0, 3), {}, r"x must have at least one item, got shape \(0, 3\)"),
+        (torch.ones(3, 4).long(), {}, "x must be a real floating-point tensor, got torch.int64"),
+        (torch.ones(3, 4) * 1j, {}, "x must be a real floating-point tensor, got torch.complex64"),
+        (torch.full((3, 4), math.nan), {}, "x must be finite, got NaN or inf"),
+        (torch.full((3, 4), math.inf), {}, "x must be finite, got NaN or inf"),
+        (torch.full((3, 4), 1e200, dtype=torch.float64), {}, "x must give finite scores, got NaN or inf"),
         (torch.ones(3, 4), {"scale": 0.0}, r"scale must be a number in \(0, inf\), got 0\.0"),
         (torch.ones(3, 4), {"scale": math.inf}, r"scale must be a number in \(0, inf\), got inf"),
         (torch.ones(3, 4), {"layer": torch.nn.Linear(4, 4)}, "layer must be a MultiHeadAttention, got Linear"),
-        (torch.ones(3, 4), {"layer": MultiHeadAttention(6, 2)}, r"x: its shape is \(3, 4\); it must be \(\.\.\., items, 6\)"),
-        (torch.ones(3, 6), {"layer": MultiHeadAttention(6, 2), "scale": 1.0}, "scale: it is 1.0, but the layer's score has its own"),
-        (torch.ones(4, 8), {"layer": MultiHeadAttention(8, 2, position=Rotary(axes=2))}, r"position: Rotary is for a grid of 2 axes"),
-        (torch.ones(3, 6), {"layer": MultiHeadAttention(6, 2, d_key=5)}, "layer: its queries, keys and values have 6, 5 and 5 features"),
+        (torch.ones(3, 4), {"layer": MultiHeadAttention(6, 2)}, r"x must have shape \(\.\.\., items, 6\), got \(3, 4\)"),
+        (torch.ones(3, 6), {"layer": MultiHeadAttention(6, 2), "scale": 1.0}, "scale must be None with a layer, whose score has its own, got 1.0"),
+        (torch.ones(4, 8), {"layer": MultiHeadAttention(8, 2, position=Rotary(axes=2))}, r"over must be a Grid of 2 axes for Rotary"),
+        (torch.ones(3, 6), {"layer": MultiHeadAttention(6, 2, d_key=5)}, "layer must have as many features for queries, keys and values, .* got 6, 5 and 5"),
     ],
 )  # fmt: skip
-def test_bad_input_is_named(x, more, message):
+def test_invalid_arguments(x, more, message):
     with pytest.raises(ValueError, match=message):
         self_dominance(x, **more)
 
@@ -236,7 +236,7 @@ def test_weights_that_are_no_numbers_are_named():
     layer = MultiHeadAttention(6, 2)
     with torch.no_grad():
         layer.q_proj.weight[0, 0] = math.nan
-    with pytest.raises(ValueError, match="scores have numbers that are not finite"):
+    with pytest.raises(ValueError, match="x must give finite scores, got NaN or inf"):
         self_dominance(torch.ones(3, 6), layer)
 
 

@@ -181,35 +181,41 @@ def test_without_matplotlib_it_says_what_to_install(monkeypatch):
         subspaces(LAYERS["stiefel"]())
 
 
-def test_what_is_wrong_is_said():
+def test_error_messages():
     layer, x = LAYERS["euclidean"](), torch.randn(9, 17)
     several = LAYERS["inputs of three kinds"]()
     empty, endless = LAYERS["euclidean"](), LAYERS["euclidean"]()
     nn.init.zeros_(empty.v_proj.weight[7:9])
     nn.init.constant_(endless.q_proj.weight, torch.nan)
     refused = [
-        (lambda: principal_angles(nn.Linear(2, 2)), "layer: it is Linear; it must be a MultiHeadAttention"),
-        (lambda: subspaces(nn.Linear(2, 2)), "layer: it is Linear; it must be a MultiHeadAttention"),
-        (lambda: principal_angles(layer, to=x), "to: it is Tensor; it must be a MultiHeadAttention"),
+        (lambda: principal_angles(nn.Linear(2, 2)), "layer must be a MultiHeadAttention, got Linear"),
+        (lambda: subspaces(nn.Linear(2, 2)), "layer must be a MultiHeadAttention, got Linear"),
+        (lambda: principal_angles(layer, to=x), "to must be a MultiHeadAttention, got Tensor"),
         (
             lambda: principal_angles(layer, "o"),
-            "of: it is 'o'; it must be a projection of this layer, 'q' or 'k' or 'v'",
+            "of must be a projection of this layer, 'q' or 'k' or 'v', got 'o'",
         ),
-        (lambda: principal_angles(LAYERS["gat"]()), "of: it is 'v'; it must be a projection of this layer, 'k'"),
+        (lambda: principal_angles(LAYERS["gat"]()), "of must be a projection of this layer, 'k', got 'v'"),
         (
             lambda: principal_angles(layer.fold_value_projection()),
-            "layer: its v_proj is AppendOne; it must be an nn.Linear: W_V is folded",
+            "layer must have an nn.Linear as v_proj, got AppendOne; W_V is folded",
         ),
-        (lambda: principal_angles(layer, to=several), "to: its v_proj takes 11 features, but that of layer takes 17"),
-        (lambda: principal_angles(empty), "layer: head 1 of its v_proj spans 5 dimensions; it must span 7"),
-        (lambda: principal_angles(endless, "q"), "layer: the weight of its q_proj has numbers that are not finite"),
-        (lambda: captured_variance(layer, x[:, :5]), r"x: its shape is \(9, 5\); it must be \(..., items, 17\)"),
-        (lambda: captured_variance(layer, x[0]), r"x: its shape is \(17,\)"),
-        (lambda: captured_variance(layer, x.long()), "x: it is torch.int64; it must be real"),
-        (lambda: captured_variance(layer, x / 0), "x: it has numbers that are not finite"),
-        (lambda: captured_variance(layer, x[:1]), "x: its 1 items are all the same"),
-        (lambda: subspaces(several, x), "x: it is one tensor, but projections take .* 'q': 17, 'k': 13, 'v': 11"),
-        (lambda: subspaces(layer, {"o": x}), "x: it names 'o'; this layer has projections 'q', 'k', 'v'"),
+        (lambda: principal_angles(layer, to=several), "to must have a v_proj of 17 features, as layer has, got 11"),
+        (
+            lambda: principal_angles(empty),
+            "layer must have linearly independent rows in v_proj, got 5 dimensions of 7 in head 1",
+        ),
+        (lambda: principal_angles(endless, "q"), "layer must have finite weights in q_proj, got NaN or inf"),
+        (lambda: captured_variance(layer, x[:, :5]), r"x must have shape \(..., items, 17\) for v_proj, got \(9, 5\)"),
+        (lambda: captured_variance(layer, x[0]), r"x must have shape \(..., items, 17\) for v_proj, got \(17,\)"),
+        (lambda: captured_variance(layer, x.long()), "x must be a real floating-point tensor, got torch.int64"),
+        (lambda: captured_variance(layer, x / 0), "x must be finite, got NaN or inf"),
+        (lambda: captured_variance(layer, x[:1]), "x must have items that differ, got 1 equal ones"),
+        (
+            lambda: subspaces(several, x),
+            "x must be a dict, since projections take .* 'q': 17, 'k': 13, 'v': 11, got one tensor",
+        ),
+        (lambda: subspaces(layer, {"o": x}), "x must name projections of this layer, 'q', 'k', 'v', got 'o'"),
     ]
     for call, message in refused:
         with pytest.raises(ValueError, match=message):

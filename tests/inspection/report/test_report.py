@@ -12,10 +12,11 @@ import torch
 from report_examples import CARDS, ROLES, TEXT, layer
 
 from polyhead import ALiBi, Causal, Graph, MultiHeadAttention, Padding, Window
-from polyhead.inspection.report import page_data as records
+from polyhead.inspection import measured_heads
+from polyhead.inspection.report import page_data
 from polyhead.inspection.report.report import report
 from polyhead.inspection.roles.roles import Card
-from polyhead.inspection.roles.word_attention import Text
+from polyhead.models import Tokens
 
 
 @pytest.fixture(autouse=True)
@@ -54,7 +55,7 @@ def test_a_sentence_is_there_whole(seen):
     for one, heads in zip(given["layers"], seen.values(), strict=True):
         assert np.allclose(array(page, one["arrays"]["weights"]), heads.weights[1], atol=1e-6)
         assert np.allclose(array(page, one["arrays"]["outputs"]), heads.outputs[1], atol=2e-3)
-        moved = torch.tensor(array(page, one["arrays"]["moved"]))
+        moved = torch.tensor(array(page, one["arrays"]["contribution_norms"]))
         assert np.allclose(heads.weights[1] * moved[:, None], heads.contribution().weights[1], atol=1e-5)
         assert np.allclose(page_weights(page, one, 2), heads.weights[1, 2], atol=1e-5)
         words = [1, 2, 3, 4, 5, 6]
@@ -96,7 +97,7 @@ def test_large_scores_keep_more_bits():
 
 
 def test_a_cell_of_a_map_is_the_share_that_falls_on_its_keys(monkeypatch):
-    monkeypatch.setattr(records, "MAPS", 2 * 4 * 48 * 48)
+    monkeypatch.setattr(measured_heads, "MAX_HEATMAPS_BYTES", 2 * 4 * 48 * 48)
     _, heads = layer()(torch.randn(101, 32))
     page = report(heads)
     given = content(page)["layers"][0]
@@ -107,7 +108,7 @@ def test_a_cell_of_a_map_is_the_share_that_falls_on_its_keys(monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["gat", "gatv2", "position", "sink", "mask"])
-def test_what_is_no_plain_product_falls_back_to_maps(kind):
+def test_scores_beyond_the_dot_product_fall_back_to_maps(kind):
     options = {"score": kind} if "gat" in kind else {"position": ALiBi(4)} if kind == "position" else {}
     options |= {"sink": 0.5} if kind == "sink" else {}
     over = torch.rand(80, 80) > 0.3 if kind == "mask" else None
@@ -122,13 +123,13 @@ def test_what_is_no_plain_product_falls_back_to_maps(kind):
 
 
 def test_beyond_the_budget_the_star_and_the_cards_come_first(monkeypatch):
-    monkeypatch.setattr(records, "EXACT", 2 * (2 * 2 * 100 * 8 + 4 * 100))
+    monkeypatch.setattr(page_data, "QK_BYTES", 2 * (2 * 2 * 100 * 8 + 4 * 100))
     _, heads = layer()(torch.randn(100, 32))
     page = report(heads, star=(0, 3), cards=[Card(0, 1, "broad", 0.5, 0.1, 3, 0.4, 0.6)])
     exact = content(page)["layers"][0]["exact"]
     assert {head for head, ref in exact.items() if "q" in ref} == {"3", "1"}
     assert exact["0"]["top"]["shape"] == [100, 8]
-    monkeypatch.setattr(records, "PAIRS", 6 * 100 * 4 + 5)
+    monkeypatch.setattr(page_data, "TOP_KEYS_BYTES", 6 * 100 * 4 + 5)
     exact = content(report(heads, star=(0, 3)))["layers"][0]["exact"]
     assert {ref["top"]["shape"][1] for ref in exact.values() if "top" in ref} == {1}
 
@@ -137,7 +138,7 @@ def test_sizes_of_pages():
     """The default model is six layers of twelve heads, 384 wide."""
     for length, most in ((10, 1.5e6), (512, 10e6)):
         heads = MultiHeadAttention(384, 12)(torch.randn(length, 384))[1]
-        page = report({f"layer.{i}": heads for i in range(6)}, texts=Text.of_words(["token"] * length))
+        page = report({f"layer.{i}": heads for i in range(6)}, texts=Tokens.of_pieces(["token"] * length))
         assert len(page.html.encode()) <= most
 
 
@@ -175,7 +176,7 @@ def test_some_queries_and_keys():
 
 
 def test_cross_attention_has_two_texts():
-    rows, columns = Text.of_words("abc"), Text.of_words("defgh")
+    rows, columns = Tokens.of_pieces("abc"), Tokens.of_pieces("defgh")
     _, heads = layer()(torch.randn(3, 32), torch.randn(5, 32))
     given = content(report(heads, texts=(rows, columns)))
     assert given["layers"][0]["kind"] == "cross"
@@ -190,20 +191,20 @@ def test_with_a_cache_the_queries_are_the_last_keys():
     cache = mha.cache(None, 6)
     mha(torch.randn(4, 32), over=Causal(), cache=cache)
     _, heads = mha(torch.randn(2, 32), over=Causal(), cache=cache)
-    given = content(report(heads, texts=Text.of_words("abcdef")))
+    given = content(report(heads, texts=Tokens.of_pieces("abcdef")))
     assert given["texts"][given["layers"][0]["rows"]]["pieces"] == ["e", "f"]
 
 
 def test_a_graph_has_edges(monkeypatch):
     edges = torch.tensor([[0, 1, 2, 2, 4], [1, 2, 1, 2, 4]])
     _, heads = layer()(torch.randn(2, 5, 32), over=Graph(edges, 5))
-    page = report(heads, texts=Text.of_words("abcde"), batch=1)
+    page = report(heads, texts=Tokens.of_pieces("abcde"), batch=1)
     given = content(page)["layers"][0]
     assert (given["kind"], given["edges"], given["queries"]) == ("graph", 5, 5)
     assert np.array_equal(array(page, given["arrays"]["edges"]), edges.numpy())
     assert np.allclose(array(page, given["arrays"]["weights"]), heads.weights[1], atol=1e-6)
-    monkeypatch.setattr(records, "EDGES", 3)
-    monkeypatch.setattr(importlib.import_module("polyhead.inspection.report.report"), "EDGES", 3)
+    monkeypatch.setattr(page_data, "MAX_EDGES", 3)
+    monkeypatch.setattr(importlib.import_module("polyhead.inspection.report.report"), "MAX_EDGES", 3)
     cut = content(report(heads))
     assert cut["layers"][0]["arrays"]["weights"]["shape"] == [4, 3]
     assert cut["notes"] == ["attention: the 3 strongest of 5 edges were kept."]
@@ -212,7 +213,7 @@ def test_a_graph_has_edges(monkeypatch):
 def test_no_text_breaks_out():
     words = ("</script>", "<!--", "<b>", "&amp;", "\u2028", '"', "\\", "{{title}}", "שלום", "🙂")
     _, heads = layer()(torch.randn(len(words), 32))
-    page = report(heads, texts=Text.of_words(words), title="</title><script>", finding="</script>", notes=["<!--"])
+    page = report(heads, texts=Tokens.of_pieces(words), title="</title><script>", finding="</script>", notes=["<!--"])
     assert content(page)["texts"][0]["pieces"] == list(words)
     assert "</title><script>" not in page.html
     inside = re.search(r'id="record">(.*?)</script>', page.html, re.S)[1]
@@ -237,24 +238,26 @@ def test_a_page_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
         page.write(tmp_path / "no such folder" / "heads.html")
 
 
-def test_bad_input_is_named():
+def test_invalid_arguments():
     mha = layer()
     _, heads = mha(torch.randn(3, 32))
-    with pytest.raises(ValueError, match="heads: it is empty"):
+    with pytest.raises(ValueError, match="heads must have at least one layer, got an empty mapping"):
         report({})
-    with pytest.raises(ValueError, match="'a' is Tensor; it must be a Heads"):
+    with pytest.raises(ValueError, match=r"heads\['a'\] must be a Heads, got Tensor"):
         report({"a": torch.zeros(3)})
-    with pytest.raises(ValueError, match=r"'attention' has the shape \(4, 0, 0\); there is nothing"):
+    with pytest.raises(
+        ValueError, match=r"heads\['attention'\] must have heads, queries and keys, got shape \(4, 0, 0\)"
+    ):
         report(mha(torch.randn(0, 32))[1])
-    with pytest.raises(ValueError, match="has 3 queries, but the text has 2 pieces"):
-        report(heads, texts=Text.of_words("ab"))
+    with pytest.raises(ValueError, match="must have 3 pieces, one per query, got 2"):
+        report(heads, texts=Tokens.of_pieces("ab"))
     with pytest.raises(ValueError, match=r"star must be \(layer, head\) of one of 1 layers, got \(0, 7\)"):
         report(heads, star=(0, 7))
-    with pytest.raises(ValueError, match="cards: there is no L2H0"):
+    with pytest.raises(ValueError, match=r"cards\[0\] must be about a head of the .* layers, got L2H0"):
         report(heads, cards=[Card(2, 0, "broad", 0.5, 0.1, 3, 0.4, 0.6)])
     with pytest.raises(ValueError, match=r"batch must be an integer in \[0, 0\], got 1"):
         report(heads, batch=1)
-    with pytest.raises(ValueError, match="is a view on contributions"):
+    with pytest.raises(ValueError, match="must be a view on weights, got one on contributions"):
         report(heads.contribution())
 
 
@@ -273,15 +276,18 @@ def test_parallel_edges_are_one_line_of_all_their_weight():
     graph = Graph(torch.tensor([[1, 2, 2, 2], [0, 0, 0, 0]]), 3)
     _, heads = MultiHeadAttention(8, 1, score="gatv2")(torch.randn(3, 8), over=graph)
     page = report(heads)
-    assert "edges that are there more than once are shown as one" in page.html
+    assert "parallel edges are shown as one" in page.html
 
 
 @pytest.mark.parametrize(
     "give, message",
     [
-        (lambda heads: report(MultiHeadAttention(8, 2)), "heads: it is MultiHeadAttention; it must be a Heads"),
-        (lambda heads: report(heads, texts="abc"), "texts: it is str; it must be a Text"),
-        (lambda heads: report(heads, texts=["a"]), "has 3 queries, but the text has 1 pieces"),
+        (
+            lambda heads: report(MultiHeadAttention(8, 2)),
+            "heads must be a Heads, or a mapping.* got MultiHeadAttention",
+        ),
+        (lambda heads: report(heads, texts="abc"), "texts must be Tokens, .*got str"),
+        (lambda heads: report(heads, texts=["a"]), "must have 3 pieces, one per query, got 1"),
     ],
 )
 def test_what_a_text_may_be(give, message):

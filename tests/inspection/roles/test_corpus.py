@@ -60,16 +60,16 @@ def test_a_treebank(tmp_path, packed, end):
 @pytest.mark.parametrize(
     ("line", "wrong", "said"),
     [
-        (4, "1 The the DET _ _ 2 det _ _", "line 4: it has 1 columns; CoNLL-U has ten, parted by tabs"),
-        (5, ROWS[4].replace("2\t", "7\t", 1), "line 5: the word's number is '7'; it must be 2"),
+        (4, "1 The the DET _ _ 2 det _ _", "line 4: a line of CoNLL-U must have ten columns, separated by tabs, got 1"),
+        (5, ROWS[4].replace("2\t", "7\t", 1), "line 5: the number of the word must be 2, got '7'"),
         (
             5,
             ROWS[4].replace("\t4\t", "\t_\t"),
-            "line 5: the number of the word's head is '_'; it must be a whole number",
+            "line 5: the head of the word must be an integer, 0 for the root, got '_'",
         ),
-        (5, ROWS[4].replace("\t4\t", "\t9\t"), "line 5: the head is word 9; there are 4 words"),
-        (2, "# coref = 3>9", "line 2: there is no word 9; the sentence has 4 words"),
-        (2, "# same = cat", "line 2: 'cat' is no pair; it must be two numbers of words, such as 9>2"),
+        (5, ROWS[4].replace("\t4\t", "\t9\t"), "line 5: the head must be a word in [0, 4], got 9"),
+        (2, "# coref = 3>9", "line 2: the number of a word must be in [1, 4], got 9"),
+        (2, "# same = cat", "line 2: a pair must be two numbers of words, such as 9>2, got 'cat'"),
     ],
 )
 def test_lines_that_are_not_conllu(tmp_path, line, wrong, said):
@@ -89,10 +89,10 @@ def test_files_that_cannot_be_read(tmp_path, read):
         "broken": b"\x1f\x8b12",
     }.items():
         (tmp_path / name).write_bytes(content)
-        with pytest.raises(ValueError, match=f"{name}: it cannot be read: .*; it must be a text file, plain or gzip"):
+        with pytest.raises(ValueError, match=f"{name} cannot be read: .*; pass a text file, plain or gzip"):
             read(tmp_path / name)
     for name, reason in {"absent": "No such file", ".": "Is a directory"}.items():
-        with pytest.raises(ValueError, match=f"it cannot be read: {reason}"):
+        with pytest.raises(ValueError, match=f" cannot be read: {reason}"):
             read(tmp_path / name)
 
 
@@ -101,7 +101,7 @@ def test_files_that_cannot_be_read(tmp_path, read):
 )
 def test_files_without_a_sentence(tmp_path, read, content):
     (tmp_path / "empty").write_text(content)
-    with pytest.raises(ValueError, match="empty: it has no sentence; "):
+    with pytest.raises(ValueError, match=r"empty must .*, got no sentence"):
         read(tmp_path / "empty")
 
 
@@ -113,13 +113,13 @@ def test_gap(tmp_path):
 
 
 def test_gap_files_of_another_kind(tmp_path):
-    with pytest.raises(ValueError, match=r"its columns are 'a, b'; they must be ID, Text, Pronoun"):
+    with pytest.raises(ValueError, match=r"must have the columns ID, Text, Pronoun, .*, got 'a, b'"):
         gap(written(tmp_path, ["a\tb", "1\t2"]))
-    with pytest.raises(ValueError, match="line 2: it has 2 columns; it must have 11"):
+    with pytest.raises(ValueError, match="line 2: a row must have 11 columns, separated by tabs, got 2"):
         gap(written(tmp_path, [HEADER, "1\t2"]))
-    with pytest.raises(ValueError, match="line 2: Pronoun is 'she', which does not stand at '24' of its text"):
+    with pytest.raises(ValueError, match="line 2: Pronoun must be in the text at Pronoun-offset '24', got 'she'"):
         gap(written(tmp_path, [HEADER, GAP_ROWS[0].replace("\t25\t", "\t24\t")]))
-    with pytest.raises(ValueError, match="in no text the pronoun means one of the names"):
+    with pytest.raises(ValueError, match="must have a text whose pronoun refers to one of the two names, got none"):
         gap(written(tmp_path, [HEADER, GAP_ROWS[2]]))
 
 
@@ -134,15 +134,21 @@ def test_own_pairs(tmp_path):
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("the cat\tdog>cat", "there is no word 'dog' in 'the cat'"),
-        ("the cat\t3>cat", "there is no word 3; the sentence has 2 words, counted from 1"),
-        ("the cat the\tcat>the", "'the' stands there as word 1 and 3; write the number of the one that is meant"),
-        ("the cat\tcat", "'cat' is no pair; it must be two words of the sentence, such as ran>cat, or their numbers"),
-        ("the cat\tcat>2", "'cat>2' names one word twice; it must name two"),
-        ("the cat", "it has 1 columns; it must be a sentence, a tab, pairs such as ran>cat"),
+        ("the cat\tdog>cat", "a pair must name words of 'the cat', got 'dog'"),
+        ("the cat\t3>cat", "the number of a word must be in [1, 2], got 3"),
+        (
+            "the cat the\tcat>the",
+            "a pair must name a word that occurs once, got 'the', which is word 1 and 3; write its number",
+        ),
+        ("the cat\tcat", "a pair must be two words of the sentence, such as ran>cat, or their numbers, got 'cat'"),
+        ("the cat\tcat>2", "a pair must name two words, got one word twice, 'cat>2'"),
+        (
+            "the cat",
+            "a line must be a sentence, a tab, pairs such as ran>cat, and optionally a tab and a name, got 1 columns",
+        ),
     ],
 )
-def test_pairs_that_are_none(tmp_path, line, said):
+def test_malformed_pairs(tmp_path, line, said):
     path = written(tmp_path, ["# pairs", line])
     with pytest.raises(ValueError) as caught:
         own_pairs(path)
@@ -156,5 +162,5 @@ def test_a_text_of_gap_without_a_name(tmp_path, column, name):
     entry = {"Pronoun": "she", "A": "Ann", "B": "Bob"} | {column: name}
     line = f"x\tAnn saw Bob and she ran\t{entry['Pronoun']}\t16\t{entry['A']}\t0\tTRUE\t{entry['B']}\t8\tFALSE\tu\n"
     (tmp_path / "gap.tsv").write_text(header + line)
-    with pytest.raises(ValueError, match=f"line 2: {column} must be a name that stands in its text, got '{name}'"):
+    with pytest.raises(ValueError, match=f"line 2: {column} must be a name in the text, got '{name}'"):
         gap(tmp_path / "gap.tsv")

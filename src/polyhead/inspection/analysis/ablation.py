@@ -1,13 +1,13 @@
-"""What is lost without a head: heads taken out one by one, all in a row, or asked by their gradients.
+"""Ablation: remove heads one by one or cumulatively, or rank them by their gradients.
 
-All of it is about a loss: any function without arguments that calls the model and returns one number. `causal_lm`,
-`masked_lm` and `embedding_change` make such functions.
+A loss is any function without arguments that calls the model and returns one number. `causal_lm`, `masked_lm` and
+`embedding_change` make such functions.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -16,52 +16,60 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from polyhead._checks import LARGEST_INT64, WrongType, check_integer, check_number, check_tensor, kind_of, shown
-from polyhead.inspection.capture.capture import NOTHING_SEEN, Capture, capture
+from polyhead._checks import (
+    LARGEST_INT64,
+    WrongType,
+    check_integer,
+    check_number,
+    check_tensor,
+    describe_type,
+    short_repr,
+)
+from polyhead.inspection.capture.capture import NO_ATTENTION_SEEN, Capture, capture
+from polyhead.inspection.progress import Progress, track
 
 Loss = Callable[[], Tensor]
 Ablation = Literal["zero", "mean"]
-Progress = Callable[[Sequence[Any]], Iterable[Any]]
-# Tokens that are read in one batch.
-_TOKENS = 4096
+# Tokens in one batch.
+_BATCH_TOKENS = 4096
 
 
 class Head(NamedTuple):
-    """One head of a model: the name of its attention, as `capture` gives it, and its number."""
+    """One head of a model: the name of its attention, as `capture` records it, and its number."""
 
     name: str
     head: int
 
 
 class Effect(NamedTuple):
-    """What a loss is with all heads, and how much more it is without each."""
+    """A loss with all heads, and its increase without each head."""
 
     base: float
     # by the name of the attention
     without: dict[str, Float[Tensor, " heads"]]
 
     def ranked(self) -> list[Head]:
-        """All heads, the one that is missed least first."""
+        """All heads, the least important first."""
         return ranked(self.without)
 
 
 def ablate(model: nn.Module, loss: Loss, by: Ablation = "zero", progress: Progress | None = None) -> Effect:
-    """Take out each head of a model in turn: how much does the loss grow?
+    """Remove each head of a model in turn, and measure how much the loss increases.
 
     Args:
-        model: whose heads; any that `capture` sees.
+        model: any model that `capture` records.
         loss: calls the model and returns its loss, a tensor of one number.
-        by: `"zero"` puts zeros in the place of the head's output; `"mean"` its mean over all queries, which leaves what the next
-            layers are used to.
+        by: `"zero"` replaces the head's output by zeros; `"mean"` by its mean over all queries, which keeps the usual input of
+            the next layers.
         progress: wraps the list of heads, as `rich.progress.track` and `tqdm` do.
     """
-    off = _off(by)
+    remove = _make_head_remover(by)
     with torch.no_grad():
-        sizes, base = _looked_at(model, loss)
+        sizes, base = _count_heads_and_loss(model, loss)
         without = {name: torch.full((heads,), math.nan) for name, heads in sizes.items()}
         every = [Head(name, head) for name, heads in sizes.items() for head in range(heads)]
-        for name, head in every if progress is None else progress(every):
-            without[name][head] = _changed(model, loss, {name: partial(off, [head])}) - base
+        for name, head in track(every, progress):
+            without[name][head] = _loss_with_edits(model, loss, {name: partial(remove, [head])}) - base
     return Effect(base, without)
 
 
@@ -71,46 +79,47 @@ def ablate_embedding(
     ids: Int[Tensor, " tokens"],
     by: Ablation = "zero",
 ) -> Effect:
-    """How far the vector of one text turns, 1 − cos, without each head: `ablate` with `embedding_change`, and much faster.
+    """Measure 1 − cos between the embeddings of one text with and without each head.
 
-    The text is read many times in one batch, with another head gone in each row.
+    The result is that of `ablate` with `embedding_change`, but much faster: one batch reads the text many times, with another head
+    removed in each row.
     """
-    off = _off(by)
+    remove = _make_head_remover(by)
     check_tensor("ids", ids, "(tokens,)")
     with torch.no_grad():
         with capture(model) as seen:
             before = embed(ids[None]).double()
         if not seen:
-            raise ValueError(f"model: {NOTHING_SEEN}")
-        every = [Head(name, head) for name in seen for head in range(_heads(seen, name))]
-        sizes = {name: _heads(seen, name) for name in seen}
+            raise ValueError(f"model: {NO_ATTENTION_SEEN}")
+        every = [Head(name, head) for name in seen for head in range(_count_heads(seen, name))]
+        sizes = {name: _count_heads(seen, name) for name in seen}
         changes = []
-        rows = max(1, _TOKENS // max(1, len(ids)))
+        rows = max(1, _BATCH_TOKENS // max(1, len(ids)))
         for start in range(0, len(every), rows):
             batch = every[start : start + rows]
             with capture(model, layers=[]) as seen:
                 seen._called.update(dict.fromkeys(sizes))
                 for name in sizes:
-                    gone = [(row, head.head) for row, head in enumerate(batch) if head.name == name]
-                    seen.edit(name, partial(_row_by_row, off, gone))
+                    removed = [(row, head.head) for row, head in enumerate(batch) if head.name == name]
+                    seen.edit(name, partial(_ablate_one_head_per_row, remove, removed))
                 changes.append(1 - F.cosine_similarity(embed(ids.expand(len(batch), -1)).double(), before, dim=-1))
     split = torch.cat(changes).float().cpu().split(list(sizes.values()))
     return Effect(0.0, dict(zip(sizes, split, strict=True)))
 
 
-def _row_by_row(
-    off: Callable[[list[int], Tensor], Tensor],
-    gone: list[tuple[int, int]],
+def _ablate_one_head_per_row(
+    remove: Callable[[list[int], Tensor], Tensor],
+    removed: list[tuple[int, int]],
     out: Float[Tensor, "rows heads queries dim"],
 ) -> Float[Tensor, "rows heads queries dim"]:
     out = out.clone()
-    for row, head in gone:
-        out[row] = off([head], out[row])
+    for row, head in removed:
+        out[row] = remove([head], out[row])
     return out
 
 
 def importance(model: nn.Module, loss: Loss) -> dict[str, Float[Tensor, " heads"]]:
-    """How much each head matters by its gradient (Michel 2019): E|⟨z, ∂L/∂z⟩| of its output z, over a layer's norm.
+    """The importance of each head by its gradient (Michel 2019): E|⟨z, ∂L/∂z⟩| of its output z, divided by the norm over its layer.
 
     One forward and one backward pass for all heads. The mean is over the rows of the batch.
     """
@@ -125,7 +134,7 @@ def importance(model: nn.Module, loss: Loss) -> dict[str, Float[Tensor, " heads"
         return change
 
     with torch.no_grad():
-        names, _ = _looked_at(model, loss)
+        names, _ = _count_heads_and_loss(model, loss)
     with torch.enable_grad(), capture(model, layers=[]) as seen:
         seen._called.update(dict.fromkeys(names))
         for name in names:
@@ -139,9 +148,11 @@ def importance(model: nn.Module, loss: Loss) -> dict[str, Float[Tensor, " heads"
 
 
 def ranked(scores: dict[str, Float[Tensor, " heads"]]) -> list[Head]:
-    """All heads by their scores, the lowest first: the order in which they are missed least."""
+    """All heads by ascending score: the least important first."""
     if not isinstance(scores, Mapping):
-        raise WrongType(f"scores must be a dict from the names of layers to a number per head, got {kind_of(scores)}")
+        raise WrongType(
+            f"scores must be a dict from the names of layers to a number per head, got {describe_type(scores)}"
+        )
     every = [(float(score), Head(name, number)) for name, heads in scores.items() for number, score in enumerate(heads)]
     return [head for _, head in sorted(every, key=lambda pair: pair[0])]
 
@@ -149,86 +160,88 @@ def ranked(scores: dict[str, Float[Tensor, " heads"]]) -> list[Head]:
 def prune(
     model: nn.Module, loss: Loss, order: Sequence[Head], by: Ablation = "zero", progress: Progress | None = None
 ) -> list[float]:
-    """Take out one head after the other, in this order: the loss with 0, 1, 2, … heads gone."""
-    off, gone = _off(by), dict[str, list[int]]()
+    """Remove heads cumulatively, in this order: the loss with 0, 1, 2, … heads removed."""
+    remove, removed = _make_head_remover(by), dict[str, list[int]]()
     with torch.no_grad():
-        sizes, base = _looked_at(model, loss)
-        order = [_head(head, sizes) for head in order]
+        sizes, base = _count_heads_and_loss(model, loss)
+        order = [_check_head(head, sizes) for head in order]
         values = [base]
-        for name, head in order if progress is None else progress(order):
-            gone.setdefault(name, []).append(head)
-            values.append(_changed(model, loss, {name: partial(off, heads) for name, heads in gone.items()}))
+        for name, head in track(order, progress):
+            removed.setdefault(name, []).append(head)
+            values.append(
+                _loss_with_edits(model, loss, {name: partial(remove, heads) for name, heads in removed.items()})
+            )
     return values
 
 
-def _head(given: Any, sizes: dict[str, int]) -> Head:
-    """A head of those that a loss makes use of."""
+def _check_head(given: Any, sizes: dict[str, int]) -> Head:
+    """A checked head of `order`."""
     if not isinstance(given, (tuple, list)) or len(given) != 2:
-        raise WrongType(f"order must be a list of Head(name, number), got {shown(given)} in it")
+        raise WrongType(f"order must be a list of Head(name, number), got {short_repr(given)} in it")
     name, number = given
     if name not in sizes:
         raise ValueError(f"order: {name} made no attention call in this loss")
     return Head(name, check_integer(f"order: the number of a head of {name}", number, 0, sizes[name] - 1))
 
 
-def _off(by: Ablation) -> Callable[[list[int], Tensor], Tensor]:
-    """Puts nothing, or the mean over all queries of the batch, in the place of some heads' outputs."""
+def _make_head_remover(by: Ablation) -> Callable[[list[int], Tensor], Tensor]:
+    """A function that replaces the outputs of some heads by zeros, or by their mean over all queries of the batch."""
     if by not in ("zero", "mean"):
-        raise ValueError(f"by: it is {by!r}; it must be 'zero' or 'mean'")
+        raise ValueError(f"by must be 'zero' or 'mean', got {by!r}")
 
-    def off(heads: list[int], out: Float[Tensor, "... heads queries dim"]) -> Float[Tensor, "... heads queries dim"]:
+    def remove(heads: list[int], out: Float[Tensor, "... heads queries dim"]) -> Float[Tensor, "... heads queries dim"]:
         changed = out.clone()
         for head in heads:
             part = changed[..., head, :, :]
             part.copy_(part.flatten(0, -2).mean(0) if by == "mean" else torch.zeros_like(part))
         return changed
 
-    return off
+    return remove
 
 
-def _changed(model: nn.Module, loss: Loss, edits: dict[str, Callable[[Tensor], Tensor]]) -> float:
-    """The loss with changed heads. Nothing is recorded, and calls are counted anew, whatever part of the model is called."""
+def _loss_with_edits(model: nn.Module, loss: Loss, edits: dict[str, Callable[[Tensor], Tensor]]) -> float:
+    """The loss with edited heads; nothing is recorded."""
     applied = set()
 
-    def noted(name: str, change: Callable[[Tensor], Tensor], out: Tensor) -> Tensor:
+    def track_edit(name: str, change: Callable[[Tensor], Tensor], out: Tensor) -> Tensor:
         applied.add(name)
         return change(out)
 
     with capture(model, layers=[]) as seen:
-        # so that an edit is of the call of that name, and of none inside it
+        # known names make an edit apply to the call of exactly that name
         seen._called.update(dict.fromkeys(edits))
         for name, change in edits.items():
-            seen.edit(name, partial(noted, name, change))
-        value = _number(loss())
+            seen.edit(name, partial(track_edit, name, change))
+        value = _loss_to_float(loss())
     if applied != set(edits):
         raise ValueError(f"order: {', '.join(set(edits) - applied)} made no attention call in this loss")
     return value
 
 
-def _looked_at(model: nn.Module, loss: Loss) -> tuple[dict[str, int], float]:
-    """The heads that a loss makes use of, and the loss."""
-    _check_function("loss", loss)
+def _count_heads_and_loss(model: nn.Module, loss: Loss) -> tuple[dict[str, int], float]:
+    """The number of heads of each attention that the loss calls, and the loss."""
+    _check_callable("loss", loss)
     with capture(model) as seen:
-        value = _number(loss())
+        value = _loss_to_float(loss())
     if not seen:
-        raise ValueError(f"model: {NOTHING_SEEN}")
-    return {name: _heads(seen, name) for name in seen}, value
+        raise ValueError(f"model: {NO_ATTENTION_SEEN}")
+    return {name: _count_heads(seen, name) for name in seen}, value
 
 
-def _check_function(name: str, given: object) -> None:
+def _check_callable(name: str, given: object) -> None:
     if not callable(given):
-        raise WrongType(f"{name} must be a function without arguments, got {kind_of(given)}")
+        raise WrongType(f"{name} must be a function without arguments, got {describe_type(given)}")
 
 
-def _heads(seen: Capture, name: str) -> int:
+def _count_heads(seen: Capture, name: str) -> int:
     outputs = seen[name].outputs
     return int(outputs.shape[-3])
 
 
-def _number(loss: Tensor) -> float:
+def _loss_to_float(loss: Tensor) -> float:
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         given = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-        raise ValueError(f"loss: it returned {given}; it must return a tensor of one number")
+        raise ValueError(f"loss must return a tensor of one number, got {given}")
     return float(loss)
 
 
@@ -236,29 +249,29 @@ def _number(loss: Tensor) -> float:
 
 
 def causal_lm(logits: Callable[[Int[Tensor, "batch tokens"]], Tensor], ids: Int[Tensor, "batch tokens"]) -> Loss:
-    """How badly a model guesses each next token: the mean cross-entropy, in nats.
+    """Next-token prediction: the mean cross-entropy, in nats.
 
     Args:
-        logits: ids to logits (batch, tokens, vocabulary); a language model of transformers is such a function.
+        logits: maps ids to logits (batch, tokens, vocabulary), as language models of transformers do.
         ids: the texts.
     """
     check_tensor("ids", ids, "(batch, tokens)")
-    return lambda: F.cross_entropy(_logits(logits(ids))[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())
+    return lambda: F.cross_entropy(_logits_of_output(logits(ids))[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())
 
 
 def masked_lm(
     logits: Callable[[Int[Tensor, "batch tokens"]], Tensor], ids: Int[Tensor, "batch tokens"], mask_id: int, *,
     share: float = 0.15, keep: Tensor | None = None, seed: int = 0,
 ) -> Loss:  # fmt: skip
-    """How badly a model guesses tokens that are hidden from it: the mean cross-entropy, in nats, of the same ones each time.
+    """Masked-token prediction: the mean cross-entropy, in nats, over the same masked tokens in each call.
 
     Args:
-        logits: ids to logits (batch, tokens, vocabulary); a language model of transformers is such a function.
+        logits: maps ids to logits (batch, tokens, vocabulary), as language models of transformers do.
         ids: the texts.
-        mask_id: what stands for a hidden token.
-        share: how many are hidden.
-        keep: True for tokens that are never hidden, such as special ones and padding.
-        seed: which ones.
+        mask_id: the id of the mask token.
+        share: the fraction of tokens that is masked.
+        keep: True for tokens that are never masked, such as special tokens and padding.
+        seed: selects the masked tokens.
     """
     check_tensor("ids", ids, "(batch, tokens)")
     check_integer("mask_id", mask_id, 0)
@@ -268,24 +281,24 @@ def masked_lm(
     hidden = hidden if keep is None else hidden & ~keep
     if not hidden.any():
         raise ValueError(
-            f"share: with {share} none of {ids.numel()} tokens is hidden; more of them, or more text, is needed"
+            f"share must mask at least one of {ids.numel()} tokens, got {share}; raise it, or pass more text"
         )
     masked = ids.masked_fill(hidden, mask_id)
-    return lambda: F.cross_entropy(_logits(logits(masked))[hidden].float(), ids[hidden])
+    return lambda: F.cross_entropy(_logits_of_output(logits(masked))[hidden].float(), ids[hidden])
 
 
-def _logits(output: Any) -> Tensor:
-    """Logits as they are, or in what a model of transformers' returns."""
+def _logits_of_output(output: Any) -> Tensor:
+    """The logits themselves, or those in an output of transformers."""
     return output if isinstance(output, Tensor) else output.logits
 
 
 def embedding_change(embed: Callable[[], Float[Tensor, "... dim"]]) -> Loss:
-    """How far vectors of a model turn from where they were: the mean of 1 − cos, 0 as long as nothing is changed.
+    """The change of a model's embeddings: the mean of 1 − cos to those at the time of this call, 0 without an edit.
 
     Args:
-        embed: calls the model and returns vectors: one for each text, or for each token.
+        embed: calls the model and returns vectors, one per text or per token.
     """
-    _check_function("embed", embed)
+    _check_callable("embed", embed)
     with torch.no_grad():
         before = embed().detach().clone()
     return lambda: 1 - F.cosine_similarity(embed().double(), before.double(), dim=-1).mean()

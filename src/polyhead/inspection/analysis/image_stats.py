@@ -1,4 +1,4 @@
-"""What heads do in an image: how far patches look, how much they leave to special tokens, and whether always to one side."""
+"""Statistics of heads on an image: attention distance, weight on special tokens, and the most frequent offset."""
 
 from __future__ import annotations
 
@@ -10,26 +10,25 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from polyhead.heads import Heads
-from polyhead.heads.grid_view import Points
+from polyhead.heads.grid_view import TokenGrid
 
 # Numbers in one block of weights.
-_BLOCK = 1 << 22
+_MAX_BLOCK_WEIGHTS = 1 << 22
 
 
 class ImageStats(NamedTuple):
-    """Means over the patches of an image, a number for each head; NaN where there is none to count.
+    """Means over the patches of an image, one number per head; NaN if no patch counts.
 
-    Patches that have no key, as a convolution's have beyond its border, do not count; for `distance` and `fixed`, neither do those
-    that look at special tokens alone.
+    Patches without a key, such as those of a convolution beyond the border, do not count; for `distance` and `fixed`, neither do
+    patches that attend to special tokens only.
 
     Attributes:
-        entropy: how spread a patch's attention is, in nats.
-        distance: how far it looks, in patches: the mean over what it gives to patches.
-        special: how much of it lies on special tokens.
-        itself: how much of it lies on the patch itself.
-        fixed: the share of patches whose strongest patch stands at one and the same offset, `offset`: near 1, the head is like
-            a tap of a convolution.
-        offset: rows down and columns to the right.
+        entropy: the entropy of a patch's attention, in nats.
+        distance: the mean distance of the patches that it attends to, in patches.
+        special: the weight on special tokens.
+        itself: the weight on the patch itself.
+        fixed: the fraction of patches whose strongest patch is at `offset`: near 1, the head is like a tap of a convolution.
+        offset: the most frequent offset of the strongest patch, rows down and columns to the right.
     """
 
     entropy: Float[Tensor, " heads"]
@@ -40,46 +39,64 @@ class ImageStats(NamedTuple):
     offset: Int[Tensor, "heads 2"]
 
 
-def blocks(view: Heads, first: int = 0) -> Iterator[tuple[Tensor, Float[Tensor, "heads rows keys"]]]:
-    """The weights of one row of a batch, some queries at a time, from a query on: their numbers, and the weights."""
+def iterate_query_blocks(view: Heads) -> Iterator[tuple[Int[Tensor, " rows"], Float[Tensor, "heads rows keys"]]]:
+    """The weights of the only row of a batch, some queries at a time: the numbers of the queries, and their weights."""
     heads, queries, keys = view.shape[-3:]
-    step = max(1, _BLOCK // max(1, heads * keys))
-    for begin in range(first, queries, step):
+    step = max(1, _MAX_BLOCK_WEIGHTS // max(1, heads * keys))
+    for begin in range(0, queries, step):
         chosen = torch.arange(begin, min(queries, begin + step))
         weights = view.select(queries=chosen).weights.float()
         yield chosen, weights.reshape(weights.shape[-3:])
 
 
-@torch.no_grad()
-def looking(view: Heads, points: Points) -> ImageStats:
-    """What the heads of one row of a batch do, on a grid of rows and columns."""
-    heads = view.shape[-3]
-    asks, keys = points.lattice.queries(torch.device("cpu")), points.lattice.keys(torch.device("cpu"))
-    height, width = points.lattice.sizes
-    sums = torch.zeros(4, heads)
-    # how many have any weight, and any on a patch
-    live, aimed = torch.zeros(heads), torch.zeros(heads)
-    # offsets from the one that leads from the last query to the first key
-    low = -(asks.amax(0) if len(asks) else torch.zeros(2, dtype=torch.long))
-    across = width - int(low[1])
-    steps = torch.zeros(heads, (height - int(low[0])) * across)
-    for chosen, weights in blocks(view, points.queries):
-        at = asks[chosen - points.queries]
-        apart = keys - at[:, None]
-        on_points = weights[..., points.keys :]
+class ImageSums:
+    """Sums over the patches of an image, from which `ImageStats` are computed."""
+
+    def __init__(self, heads: int, points: TokenGrid) -> None:
+        self._points = points
+        self._queries = points.lattice.queries(torch.device("cpu"))
+        self._keys = points.lattice.keys(torch.device("cpu"))
+        height, width = points.lattice.sizes
+        # entropy, distance, weight on special tokens, weight on the patch itself
+        self._sums = torch.zeros(4, heads)
+        # patches with any weight, and with any weight on a patch
+        self._live, self._aimed = torch.zeros(heads), torch.zeros(heads)
+        # offsets are counted from the one that leads from the last query to the first key
+        self._low = -(self._queries.amax(0) if len(self._queries) else torch.zeros(2, dtype=torch.long))
+        self._width = width - int(self._low[1])
+        self._offsets = torch.zeros(heads, (height - int(self._low[0])) * self._width)
+
+    def add(self, queries: Int[Tensor, " rows"], weights: Float[Tensor, "heads rows keys"]) -> None:
+        """Add the weights of some queries; special tokens among the queries are left out."""
+        special = self._points.queries
+        weights, queries = weights[:, queries >= special], queries[queries >= special]
+        at = self._queries[queries - special]
+        apart = self._keys - at[:, None]
+        on_points = weights[..., self._points.keys :]
         total = on_points.sum(-1)
-        live += (weights.sum(-1) > 0).sum(-1)
-        aimed += (total > 0).sum(-1)
-        sums[0] -= torch.special.xlogy(weights, weights).sum((-2, -1))
-        sums[1] += ((on_points * apart.float().norm(dim=-1)).sum(-1) / total.clamp(min=1e-30)).sum(-1)
-        sums[2] += weights[..., : points.keys].sum((-2, -1))
-        sums[3] += (on_points * (apart == 0).all(-1)).sum((-2, -1))
-        best = on_points.argmax(-1)
-        step = keys[best] - at - low
-        # a patch that looks at none has no strongest one
-        steps.scatter_add_(1, step[..., 0] * across + step[..., 1], (total > 0).float())
-    # 0 / 0 is NaN
-    share, place = steps.max(-1)
-    offset = torch.stack((place // across, place % across), -1) + low
-    entropy, distance, special, itself = sums / torch.stack((live, aimed, live, live))
-    return ImageStats(entropy, distance, special, itself, share / aimed, offset)
+        self._live += (weights.sum(-1) > 0).sum(-1)
+        self._aimed += (total > 0).sum(-1)
+        self._sums[0] -= torch.special.xlogy(weights, weights).sum((-2, -1))
+        self._sums[1] += ((on_points * apart.float().norm(dim=-1)).sum(-1) / total.clamp(min=1e-30)).sum(-1)
+        self._sums[2] += weights[..., : self._points.keys].sum((-2, -1))
+        self._sums[3] += (on_points * (apart == 0).all(-1)).sum((-2, -1))
+        offset = self._keys[on_points.argmax(-1)] - at - self._low
+        # a patch without weight on patches has no strongest one
+        self._offsets.scatter_add_(1, offset[..., 0] * self._width + offset[..., 1], (total > 0).float())
+
+    def stats(self) -> ImageStats:
+        # 0 / 0 is NaN
+        share, place = self._offsets.max(-1)
+        offset = torch.stack((place // self._width, place % self._width), -1) + self._low
+        counts = torch.stack((self._live, self._aimed, self._live, self._live))
+        entropy, distance, special, itself = self._sums / counts
+        return ImageStats(entropy, distance, special, itself, share / self._aimed, offset)
+
+
+@torch.no_grad()
+def measure_image_stats(view: Heads, points: TokenGrid) -> ImageStats:
+    """The statistics of the only row of a batch, on a grid of rows and columns."""
+    sums = ImageSums(view.shape[-3], points)
+    for queries, weights in iterate_query_blocks(view):
+        sums.add(queries, weights)
+    return sums.stats()

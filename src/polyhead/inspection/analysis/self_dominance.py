@@ -1,4 +1,4 @@
-"""Which tokens can only look at themselves: how far a token's score of itself stands above those of all others."""
+"""Self-dominance: by how much a token's score for itself exceeds its scores for all others."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from polyhead._checks import WrongType, check_number, check_tensor, kind_of
-from polyhead.kernels.call import Call, to_heads
-from polyhead.kernels.reference import scores, softmax, through_sink
-from polyhead.metrics.blockwise import BLOCK
-from polyhead.neighbourhood import Neighbourhood, neighbourhood
+from polyhead._checks import WrongType, check_number, check_tensor, describe_type
+from polyhead.kernels.call import Call, repeat_grouped_heads
+from polyhead.kernels.reference import masked_scores, non_sink_share, softmax_and_lse
+from polyhead.metrics.blockwise import BLOCK_WEIGHTS
+from polyhead.neighbourhood import Neighbourhood, as_neighbourhood
 from polyhead.nn.attention import MultiHeadAttention
 from polyhead.score import Dot
 
-# Scores that differ by less than this share of their size are equal. They are sums of up to thousands of products in fp64, and
-# where a token stands decides in which order: of 53 bits that may cost 12, and two tokens that are the same must not differ.
-_ROUNDING = 2.0**-40
+# Scores within this relative difference are equal. They are sums of up to thousands of products in fp64 whose order depends on the
+# token's position: that may cost 12 of 53 bits, and identical tokens must not differ.
+_TIE_TOLERANCE = 2.0**-40
 
 
 class SelfDominance(NamedTuple):
-    """How much each token prefers itself, in fp64; a head at a time where a layer was asked."""
+    """How much each token prefers itself, in fp64; with an axis of heads for a layer."""
 
     margin: Float[Tensor, "... items"]
-    """S_ii − max_{j≠i} S_ij: 0 or more where a token peaks on itself, 0 for a tie, inf where there is no other token."""
+    """S_ii − max_{j≠i} S_ij: 0 or more if a token peaks on itself, 0 for a tie, inf without other tokens."""
     weight: Float[Tensor, "... items"]
-    """p_ii, the share of its attention that a token keeps for itself."""
+    """p_ii, a token's weight on itself."""
 
     @property
     def peaks(self) -> Bool[Tensor, "... items"]:
@@ -38,7 +38,7 @@ class SelfDominance(NamedTuple):
 
     @property
     def share(self) -> Float[Tensor, "..."]:
-        """The share of tokens that peak on themselves, over the last axis: in each row of the batch, and each head."""
+        """The fraction of tokens that peak on themselves, over the last axis."""
         return self.peaks.double().mean(-1)
 
     def __repr__(self) -> str:
@@ -63,86 +63,88 @@ def self_dominance(
 
     Plain self-attention, softmax(scale · X Xᵀ), has S_ij − S_ii = scale · ½(|x_j|² − |x_i|² − |x_i − x_j|²): token i peaks on
     itself if and only if |x_j| cos θ_ij ≤ |x_i| for all j. The longest token always does, and with equal norms all do. With a
-    layer the scores are those of its heads, W_Q x_i · W_K x_j with biases, norms and positions, and anything may happen.
+    layer the scores are those of its heads, W_Q x_i · W_K x_j with biases, norms and positions, and no such rule holds.
 
-    It is computed in fp64, without dropout, in blocks of queries, and never builds items x items.
+    Computed in fp64, without dropout, in blocks of queries: items x items is never built.
 
     Args:
-        x: tokens, which are queries and keys.
-        layer: whose heads; None for plain self-attention. The answer then has an axis of heads before the last.
-        over: who may attend to whom, and where items stand for a position on a grid; everyone to everyone unless given. Only
-            tokens that may be chosen count.
+        x: the tokens, as queries and keys.
+        layer: use the heads of this layer; None for plain self-attention. With a layer the result has an axis of heads before the last.
+        over: the neighbourhood, with the grid for positions that need one; dense by default. Only allowed pairs count.
         scale: of plain self-attention: what multiplies the products, 1/√features unless given, as in `Dot`. Margins are in the
             unit of the scores, so it multiplies them; a layer has its own.
 
     Raises:
-        ValueError: where x is no real, finite tensor (..., items, features), or does not fit the layer.
+        ValueError: if x is not a real, finite tensor (..., items, features), or does not fit the layer.
     """
-    _check(x, layer, scale)
+    _check_arguments(x, layer, scale)
     if layer is None:
         tokens = x.double().unsqueeze(-3)
-        call = Call(tokens, tokens, tokens, neighbourhood(over).within(True), Dot(scale))
+        call = Call(tokens, tokens, tokens, as_neighbourhood(over).within(True), Dot(scale))
         call.over.check(call.sizes)
-        margin, weight = _measured(call)
+        margin, weight = _measure_in_blocks(call)
         return SelfDominance(margin.squeeze(-2), weight.squeeze(-2))
     wide = copy.deepcopy(layer).double().eval()
-    call, _ = wide._call(x.double(), None, None, over, None, None)
-    return SelfDominance(*_measured(call))
+    return SelfDominance(*_measure_in_blocks(wide.prepare(x.double(), over=over)))
 
 
-def _measured(call: Call) -> tuple[Float[Tensor, "... heads items"], Float[Tensor, "... heads items"]]:
-    """Margins and weights, blocks of queries at a time."""
+def _measure_in_blocks(call: Call) -> tuple[Float[Tensor, "... heads items"], Float[Tensor, "... heads items"]]:
+    """Margins and weights, in blocks of queries."""
     batch, heads, items, _ = call.sizes
-    rows = max(1, BLOCK // max(1, math.prod(batch) * heads * items))
-    parts = [_block(call, queries) for queries in torch.arange(items, device=call.q.device).split(rows)]
+    rows = max(1, BLOCK_WEIGHTS // max(1, math.prod(batch) * heads * items))
+    parts = [_measure_query_block(call, queries) for queries in torch.arange(items, device=call.q.device).split(rows)]
     margin, weight = (torch.cat(column, -1) for column in zip(*parts, strict=True))
     return margin, weight
 
 
-def _block(call: Call, queries: Tensor) -> tuple[Float[Tensor, "... heads rows"], Float[Tensor, "... heads rows"]]:
-    s = scores(call, queries)
+def _measure_query_block(
+    call: Call, queries: Tensor
+) -> tuple[Float[Tensor, "... heads rows"], Float[Tensor, "... heads rows"]]:
+    s = masked_scores(call, queries)
     if bool((s.isnan() | (s == torch.inf)).any()):
-        raise ValueError("x: its scores have numbers that are not finite; x, or the layer's weights, must be smaller")
+        raise ValueError("x must give finite scores, got NaN or inf; scale x or the layer's weights down")
     own = queries[:, None] == torch.arange(s.shape[-1], device=s.device)
     at = queries[:, None].expand(*s.shape[:-1], 1)
     margin = s.gather(-1, at)[..., 0] - s.masked_fill(own, -torch.inf).amax(-1)
-    small = _ROUNDING * torch.maximum(s.masked_fill(s == -torch.inf, 0.0).abs().amax(-1), _sizes(call, queries))
-    # a token that may look at nobody, itself included, peaks nowhere
+    small = _TIE_TOLERANCE * torch.maximum(
+        s.masked_fill(s == -torch.inf, 0.0).abs().amax(-1), _score_bound(call, queries)
+    )
+    # a token without any allowed key does not peak
     margin = margin.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
-    p, lse = softmax(s)
+    p, lse = softmax_and_lse(s)
     if call.sink is not None:
-        p = p * through_sink(lse, call.sink)
+        p = p * non_sink_share(lse, call.sink)
     return margin.masked_fill(margin.abs() <= small, 0.0), p.gather(-1, at)[..., 0]
 
 
-def _sizes(call: Call, queries: Tensor) -> Float[Tensor, "... heads rows"]:
-    """How large a query's scores may be: products that cancel are rounded by their size, not by that of their sum."""
+def _score_bound(call: Call, queries: Tensor) -> Float[Tensor, "... heads rows"]:
+    """A bound on a query's scores: sums that cancel are rounded relative to their terms."""
     q = call.q.index_select(-2, queries).norm(dim=-1)
     if not isinstance(call.score, Dot):
         return torch.zeros_like(q)
-    longest = to_heads(call.k, call.sizes.heads).norm(dim=-1).amax(-1, keepdim=True)
+    longest = repeat_grouped_heads(call.k, call.sizes.heads).norm(dim=-1).amax(-1, keepdim=True)
     return q * longest * abs(call.score.factor(call.q.shape[-1]))
 
 
-def _check(x: Tensor, layer: MultiHeadAttention | None, scale: float | None) -> None:
+def _check_arguments(x: Tensor, layer: MultiHeadAttention | None, scale: float | None) -> None:
     check_tensor("x", x, "(..., items, features)")
     if layer is not None and not isinstance(layer, MultiHeadAttention):
-        raise WrongType(f"layer must be a MultiHeadAttention, got {kind_of(layer)}")
+        raise WrongType(f"layer must be a MultiHeadAttention, got {describe_type(layer)}")
     features = "features" if layer is None else layer.d_model
     if x.dim() < 2 or (layer is not None and x.shape[-1] != layer.d_model):
-        raise ValueError(f"x: its shape is {tuple(x.shape)}; it must be (..., items, {features})")
+        raise ValueError(f"x must have shape (..., items, {features}), got {tuple(x.shape)}")
     if not x.shape[-2]:
-        raise ValueError(f"x: its shape is {tuple(x.shape)}; there must be an item at the least")
+        raise ValueError(f"x must have at least one item, got shape {tuple(x.shape)}")
     if not x.is_floating_point():
-        raise ValueError(f"x: it is {x.dtype}; it must be real and floating-point")
+        raise ValueError(f"x must be a real floating-point tensor, got {x.dtype}")
     if not x.isfinite().all():
-        raise ValueError("x: it has numbers that are not finite")
+        raise ValueError("x must be finite, got NaN or inf")
     if layer is not None and not layer.d_model == layer.d_key == layer.d_value:
         raise ValueError(
-            f"layer: its queries, keys and values have {layer.d_model}, {layer.d_key} and {layer.d_value} features; they must "
-            "have as many, so that tokens can attend to themselves"
+            f"layer must have as many features for queries, keys and values, so that tokens can attend to themselves, got "
+            f"{layer.d_model}, {layer.d_key} and {layer.d_value}"
         )
     if scale is not None and layer is not None:
-        raise ValueError(f"scale: it is {scale}, but the layer's score has its own; it must be left out")
+        raise ValueError(f"scale must be None with a layer, whose score has its own, got {scale}")
     if scale is not None:
         check_number("scale", scale, 0, math.inf, "()")

@@ -1,4 +1,4 @@
-"""Numbers about heads that are kept while the tensors that they came from are not."""
+"""Metrics of heads without the tensors that they were computed from."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from polyhead.heads import Heads, Metric
-from polyhead.metrics.compute import Place
+from polyhead.metrics.compute import KeysToSum
 
 METRICS: tuple[Metric, ...] = (
     "entropy",
@@ -24,18 +24,18 @@ METRICS: tuple[Metric, ...] = (
     ("contribution", "received"),
     ("contribution", "heatmap", 64),
 )
-"""All that can be asked of any text."""
+"""The metrics that apply to any text."""
 
 
 class HeadMetrics:
-    """What was asked of some heads, and nothing else: their queries, keys and values are gone.
+    """The requested metrics of some heads, without their queries, keys and values.
 
-    It answers as `Heads` does, `kept.entropy()`, `kept.contribution().received()`, and says what it was not asked.
+    It has the methods of `Heads`, `kept.entropy()`, `kept.contribution().received()`; a metric that was not requested is an error.
     """
 
     def __init__(self, heads: Heads, metrics: Sequence[Metric]) -> None:
         self.shape, self._contribution = heads.shape, False
-        self._answers = list(zip(map(_spelled, metrics), heads.measure(*metrics), strict=True))
+        self._answers = list(zip(map(_metric_as_tuple, metrics), heads.measure(*metrics), strict=True))
 
     def entropy(self) -> Float[Tensor, "... heads queries"]:
         """See `Heads.entropy`."""
@@ -45,8 +45,8 @@ class HeadMetrics:
         """See `Heads.distance`."""
         return self._answer("distance")
 
-    def mass(self, on: Place) -> Float[Tensor, "... heads queries"]:
-        """See `Heads.mass`; a tensor has to be the one that was asked about."""
+    def mass(self, on: KeysToSum) -> Float[Tensor, "... heads queries"]:
+        """See `Heads.mass`; a tensor must be the one that was requested."""
         return self._answer("mass", on)
 
     def received(self) -> Float[Tensor, "... heads keys"]:
@@ -66,7 +66,7 @@ class HeadMetrics:
         return self._answer("diversity")
 
     def contribution(self) -> HeadMetrics:
-        """The numbers that were asked about contributions."""
+        """The requested metrics of contributions."""
         view = object.__new__(HeadMetrics)
         view.__dict__.update(self.__dict__, _contribution=True)
         return view
@@ -74,7 +74,9 @@ class HeadMetrics:
     def _answer(self, *metric: Any) -> Any:
         wanted = ("contribution", *metric) if self._contribution else metric
         for asked, answer in self._answers:
-            if len(asked) == len(wanted) and all(a is b or _equal(a, b) for a, b in zip(asked, wanted, strict=True)):
+            if len(asked) == len(wanted) and all(
+                a is b or _equal_non_tensors(a, b) for a, b in zip(asked, wanted, strict=True)
+            ):
                 return answer
         spelled = wanted[0] if len(wanted) == 1 else wanted
         kept = ", ".join(repr(asked[0] if len(asked) == 1 else asked) for asked, _ in self._answers)
@@ -91,9 +93,9 @@ class HeadMetrics:
         return f"HeadMetrics(shape={tuple(self.shape)}, {len(self._answers)} metrics)"
 
 
-def _spelled(metric: Metric) -> tuple[Any, ...]:
+def _metric_as_tuple(metric: Metric) -> tuple[Any, ...]:
     return (metric,) if isinstance(metric, str) else tuple(metric)
 
 
-def _equal(a: object, b: object) -> bool:
+def _equal_non_tensors(a: object, b: object) -> bool:
     return not isinstance(a, Tensor) and not isinstance(b, Tensor) and a == b

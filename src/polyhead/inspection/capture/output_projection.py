@@ -1,4 +1,4 @@
-"""W_O of anyone's model: follow what the heads put out to the first linear map that takes it."""
+"""Find W_O of any model: trace the outputs of the heads to the first linear map that takes them."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-Found = Callable[[Float[Tensor, "out heads_dim"]], None]
+FoundCallback = Callable[[Float[Tensor, "out heads_dim"]], None]
 
-# What moves numbers to other places and changes none.
-_LAYOUT = {
+# Functions that change the layout and no values.
+_LAYOUT_FUNCTIONS = {
     *(getattr(Tensor, name) for name in (
         "transpose", "permute", "movedim", "moveaxis", "swapaxes", "swapdims", "reshape", "view", "flatten", "unflatten",
         "contiguous", "clone", "squeeze", "unsqueeze", "to", "type_as", "detach", "reshape_as", "view_as",
@@ -25,40 +25,40 @@ _LAYOUT = {
 }  # fmt: skip
 
 
-class Tracer:
-    """Watches torch functions go by, and tells who asked about the linear map behind a tensor."""
+class OutputProjectionTracer:
+    """Traces tensors through torch functions, and reports the linear map that is applied to them."""
 
     def __init__(self) -> None:
-        # by the number of a tensor, which lives as long as it is followed
-        self._followed: dict[int, tuple[Tensor, Tensor, Found]] = {}
+        # by id; the tensor is kept alive while it is traced
+        self._traced: dict[int, tuple[Tensor, Tensor, FoundCallback]] = {}
 
-    def start(self, held: Tensor, outputs: Float[Tensor, "... heads queries dim"], found: Found) -> None:
-        """Follow `held`, which holds the heads' outputs in some order."""
-        self._followed[id(held)] = (held, outputs, found)
+    def start(self, held: Tensor, outputs: Float[Tensor, "... heads queries dim"], found: FoundCallback) -> None:
+        """Trace `held`, which holds the heads' outputs in some layout."""
+        self._traced[id(held)] = (held, outputs, found)
 
     def stop(self) -> None:
-        """Forget all."""
-        self._followed.clear()
+        """Trace nothing."""
+        self._traced.clear()
 
-    def see(self, function: Any, arguments: tuple[Any, ...], result: Any) -> None:
-        """A torch function has been called."""
-        if not self._followed:
+    def process_call(self, function: Any, arguments: tuple[Any, ...], result: Any) -> None:
+        """Process one call of a torch function."""
+        if not self._traced:
             return
-        at = next((a for a in arguments[:2] if isinstance(a, Tensor) and id(a) in self._followed), None)
+        at = next((a for a in arguments[:2] if isinstance(a, Tensor) and id(a) in self._traced), None)
         if at is None:
             return
-        _, outputs, found = self._followed[id(at)]
-        if function in _LAYOUT and isinstance(result, Tensor):
+        _, outputs, found = self._traced[id(at)]
+        if function in _LAYOUT_FUNCTIONS and isinstance(result, Tensor):
             self.start(result, outputs, found)
             return
-        weight = _weight(function, arguments, at)
-        if weight is not None and _is_heads_in_order(at, outputs, weight):
+        weight = _matrix_applied_to(function, arguments, at)
+        if weight is not None and _is_concatenation_of_heads(at, outputs, weight):
             found(weight)
-            self._followed = {key: held for key, held in self._followed.items() if held[2] is not found}
+            self._traced = {key: held for key, held in self._traced.items() if held[2] is not found}
 
 
-def _weight(function: Any, arguments: tuple[Any, ...], x: Tensor) -> Float[Tensor, "out in"] | None:
-    """The matrix that a function multiplies `x` with, if it is one of those that do."""
+def _matrix_applied_to(function: Any, arguments: tuple[Any, ...], x: Tensor) -> Float[Tensor, "out in"] | None:
+    """The matrix by which a function multiplies `x`; None for other functions."""
     if function is F.linear and arguments[0] is x:
         return arguments[1]
     if function is torch.addmm and arguments[1] is x:
@@ -68,8 +68,8 @@ def _weight(function: Any, arguments: tuple[Any, ...], x: Tensor) -> Float[Tenso
     return None
 
 
-def _is_heads_in_order(x: Tensor, outputs: Float[Tensor, "... heads queries dim"], weight: Tensor) -> bool:
-    """Whether a row of `x` is the outputs of all heads for one query, one after the other."""
+def _is_concatenation_of_heads(x: Tensor, outputs: Float[Tensor, "... heads queries dim"], weight: Tensor) -> bool:
+    """Whether a row of `x` is the concatenated outputs of all heads for one query."""
     width = outputs.shape[-3] * outputs.shape[-1]
     if x.shape[-1] != width or weight.shape[-1] != width or not x.numel():
         return False

@@ -1,4 +1,4 @@
-"""Attention of torch's as a call of ours: who attends to whom, how strongly."""
+"""torch's attention functions as a `Call`."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 
 from polyhead.kernels.call import Call
-from polyhead.kernels.fused import flash
+from polyhead.kernels.fused import flash_attention_cpu
 from polyhead.neighbourhood import Causal, Dense, Mask, Neighbourhood
 from polyhead.score import Dot
 
 
-def from_sdpa(
+def call_from_sdpa(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -22,8 +22,8 @@ def from_sdpa(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Call:
-    """What `F.scaled_dot_product_attention` computes for these arguments, with an axis of heads in any case."""
-    q, k, v = (_with_heads(x) for x in (query, key, value))
+    """The call that `F.scaled_dot_product_attention` computes for these arguments, always with an axis of heads."""
+    q, k, v = (_add_head_axis(x) for x in (query, key, value))
     batch = torch.broadcast_shapes(q.shape[:-3], k.shape[:-3], v.shape[:-3])
     heads = max(q.shape[-3], k.shape[-3], v.shape[-3])
     q = q.expand(*batch, heads, *q.shape[-2:])
@@ -32,19 +32,21 @@ def from_sdpa(
     bias = None
     if attn_mask is not None:
         queries, keys = q.shape[-2], k.shape[-2]
-        # all axes in front: none can be taken for another
-        mask = attn_mask if query.dim() > 3 else _with_heads(attn_mask) if attn_mask.dim() == query.dim() else attn_mask
+        # all batch axes are written out, so that none is mistaken for another
+        mask = (
+            attn_mask if query.dim() > 3 else _add_head_axis(attn_mask) if attn_mask.dim() == query.dim() else attn_mask
+        )
         mask = mask.reshape(*(1,) * (len(batch) + 3 - mask.dim()), *mask.shape)
         if mask.dtype == torch.bool:
             over = Mask(mask.expand(*mask.shape[:-2], queries, keys))
         else:
             bias = mask
     if is_causal:
-        over = over & _upper_left(q.shape[-2], k.shape[-2], q.device)
+        over = over & _upper_left_causal(q.shape[-2], k.shape[-2], q.device)
     return Call(q, k, v, over, Dot(scale), bias=bias)
 
 
-def with_lse(
+def sdpa_with_lse(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -55,7 +57,7 @@ def with_lse(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> tuple[Tensor, Tensor] | tuple[None, None]:
-    """What `F.scaled_dot_product_attention` gives, and the log-sum-exp, where it would call an operator that knows it."""
+    """The output of `F.scaled_dot_product_attention` and the log-sum-exp; (None, None) if it would not call flash attention."""
     tensors = (query, key, value)
     plain = (
         attn_mask is None and dropout_p == 0 and not (torch.is_grad_enabled() and any(x.requires_grad for x in tensors))
@@ -67,7 +69,7 @@ def with_lse(
         and query.shape[3] == key.shape[3]
     )
     on_cpu = all(x.is_cpu and not x.is_nested and x.stride(-1) == 1 and x.numel() for x in tensors)
-    # torch.nn.attention.sdpa_kernel may have chosen another way
+    # torch.nn.attention.sdpa_kernel may have disabled it
     if not torch.backends.cuda.flash_sdp_enabled():
         return None, None
     if (
@@ -76,25 +78,25 @@ def with_lse(
         or (is_causal and query.shape[2] != key.shape[2])
     ):
         return None, None
-    return flash(*tensors, 0.0, is_causal, scale=scale)
+    return flash_attention_cpu(*tensors, 0.0, is_causal, scale=scale)
 
 
-def _with_heads(x: Tensor) -> Tensor:
-    """(queries, keys) and (batch, queries, keys) have one head that is not written."""
+def _add_head_axis(x: Tensor) -> Tensor:
+    """Add the implicit head of (queries, keys) and (batch, queries, keys)."""
     return x.unsqueeze(-3) if x.dim() < 4 else x
 
 
-def _upper_left(queries: int, keys: int, device: torch.device) -> Neighbourhood:
-    """torch's causal attention: query number i sees the keys up to number i, however many there are."""
+def _upper_left_causal(queries: int, keys: int, device: torch.device) -> Neighbourhood:
+    """torch's causal mask: query i attends to keys 0 to i, however many keys there are."""
     if queries == keys:
         return Causal()
     return Mask(torch.ones(queries, keys, dtype=torch.bool, device=device).tril())
 
 
-def from_products(
+def call_from_bmm_operands(
     q_scaled: Tensor, k_transposed: Tensor, v: Tensor, mask: Tensor | None, batch: int, heads: int
 ) -> Call:
-    """What torch's module computes by two products when it is asked for weights; its tensors are (batch · heads, …)."""
+    """The call that nn.MultiheadAttention computes by two products with need_weights; its tensors are (batch · heads, …)."""
     split = lambda x: x.unflatten(0, (batch, heads))
     if mask is not None:
         mask = split(mask) if len(mask) == batch * heads and mask.dim() == 3 else mask.reshape(1, 1, *mask.shape[-2:])

@@ -1,10 +1,10 @@
-"""The data of a page over an image: the picture itself, where items stand on it, and the weights between them."""
+"""The data of a page over an image: the image itself, the positions of tokens on it, and the weights between them."""
 
 from __future__ import annotations
 
 import base64
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,148 +13,182 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from polyhead.heads import Heads
-from polyhead.heads.grid_view import Points, points_of
-from polyhead.inspection.analysis.image_stats import blocks, looking
-from polyhead.inspection.roles.word_attention import Text
+from polyhead.heads.grid_view import TokenGrid
+from polyhead.inspection.analysis.image_stats import ImageStats, ImageSums, iterate_query_blocks
+from polyhead.inspection.measured_heads import MeasuredHeads, MeasuredLayer, to_json_numbers
+from polyhead.inspection.view_properties import is_on_graph, token_grid_of_view
+from polyhead.models import Tokens
 from polyhead.neighbourhood import Lattice
-from polyhead.plots import pixels, png, shrunk
+from polyhead.pixels import encode_png, shrink_image, to_rgb_pixels
 
-# What the weights of all heads may take together, in bytes before compression: 144 heads over 14 x 14 patches fit.
-_WEIGHTS = 6_000_000
+# Bytes that the weights of all heads may take together, before compression: 144 heads over 14 x 14 patches fit.
+_MAX_WEIGHTS_BYTES = 6_000_000
 
 
 class ImageLayout(NamedTuple):
-    """Where the items of a layer stand, and how many points along each axis are shown as one."""
+    """The grid positions of a layer's tokens. Blocks of `block` x `block` patches are displayed as one."""
 
-    points: Points
+    points: TokenGrid
     block: int = 1
 
     @property
-    def shown(self) -> Lattice:
-        """The lattice of what is shown."""
+    def displayed(self) -> Lattice:
+        """The lattice of blocks."""
         sizes, outputs, stride, _ = self.points.lattice
         fewer = lambda each: tuple(-(-n // self.block) for n in each)
         return Lattice(fewer(sizes), fewer(outputs), stride)
 
     @property
     def queries(self) -> int:
-        return self.points.queries + math.prod(self.shown.outputs)
+        return self.points.queries + math.prod(self.displayed.outputs)
 
     @property
     def keys(self) -> int:
-        return self.points.keys + math.prod(self.shown.sizes)
+        return self.points.keys + math.prod(self.displayed.sizes)
 
-    def texts(self) -> tuple[Text, Text]:
-        """The items' names; one text where queries and keys are the same."""
-        rows = _names(self.points.queries, self.shown.outputs)
+    def texts(self) -> tuple[Tokens, Tokens]:
+        """The names of queries and keys; one object if they are the same tokens."""
+        rows = _name_special_tokens_and_patches(self.points.queries, self.displayed.outputs)
         same = self.queries == self.keys and self.points.queries == self.points.keys
-        return rows, rows if same else _names(self.points.keys, self.shown.sizes)
+        return rows, rows if same else _name_special_tokens_and_patches(self.points.keys, self.displayed.sizes)
 
-    def record(self) -> dict[str, Any]:
-        """As the page knows it."""
-        sizes, outputs, stride, _ = self.shown
+    def to_json(self) -> dict[str, Any]:
+        """The layout as the page reads it."""
+        sizes, outputs, stride, _ = self.displayed
         special = [self.points.queries, self.points.keys]
         return {"sizes": sizes, "outputs": outputs, "stride": stride, "special": special, "block": self.block}
 
-    def first(self, at: int | Sequence[int] | None) -> int:
-        """The number of the query that is shown first, among those that are shown."""
-        stands = self.queries > self.points.queries
-        number = self.points.number(at) if at is not None or stands else 0
-        return int(_shown_as(self.points.queries, self.points.lattice.outputs, self.block)[number])
+    def first_query(self, at: int | Sequence[int] | None) -> int:
+        """The number of the query to select first, among those that are displayed."""
+        has_patches = self.queries > self.points.queries
+        number = self.points.query_index(at) if at is not None or has_patches else 0
+        return int(_block_of_each_token(self.points.queries, self.points.lattice.outputs, self.block)[number])
 
 
-def imaged(view: Heads, grid: Sequence[int] | None) -> ImageLayout | None:
-    """Where a layer's items stand on an image; None for a layer that is not about it."""
-    part = view._part
-    if len(part.axes) < 3 or (part.call.over.grid is None and grid is None):
+def find_image_layout(view: Heads, grid: Sequence[int] | None) -> ImageLayout | None:
+    """The layout of a layer on an image; None for a layer that is not over patches."""
+    call = view.part.call
+    if is_on_graph(view) or (call.over.lattice is None and grid is None):
         return None
-    sizes = part.call.over.grid.sizes if part.call.over.grid is not None else tuple(grid or ())
-    if len(sizes) != 2 or math.prod(sizes) > part.call.sizes.keys:
+    sizes = call.over.lattice.sizes if call.over.lattice is not None else tuple(grid or ())
+    if len(sizes) != 2 or math.prod(sizes) > call.sizes.keys:
         return None
-    if not entire(view):
-        raise ValueError("heads: a view on some queries or keys cannot be laid over an image; pass the whole view")
-    return ImageLayout(points_of(part, None if part.call.over.grid is not None else grid))
+    if not shows_all_queries_and_keys(view):
+        raise ValueError(
+            f"heads must show all {call.sizes.queries} queries and {call.sizes.keys} keys to be drawn on an image, got a selection of "
+            f"{' x '.join(map(str, view.shape[-2:]))}; pass the view that it was selected from"
+        )
+    return ImageLayout(token_grid_of_view(view, None if call.over.lattice is not None else grid))
 
 
-def entire(view: Heads) -> bool:
-    """Whether a view looks at all queries and keys of its attention, which is on no graph."""
-    part = view._part
-    return len(part.axes) == 3 and (part.call.sizes.queries, part.call.sizes.keys) == tuple(view.shape[-2:])
+def shows_all_queries_and_keys(view: Heads) -> bool:
+    """Whether a view shows all queries and keys of an attention that is not on a graph."""
+    sizes = view.part.call.sizes
+    return not is_on_graph(view) and (sizes.queries, sizes.keys) == tuple(view.shape[-2:])
 
 
-def coarse(layers: Sequence[tuple[int, ImageLayout]]) -> int:
-    """How many points along each axis are to be one, so that the weights of all heads fit on a page."""
+def lay_out_layers(heads: MeasuredHeads, grid: Sequence[int] | None) -> dict[str, ImageLayout]:
+    """The layouts of the layers that are over patches, with blocks of one size."""
+    found = {name: find_image_layout(view, grid) for name, view in heads.items()}
+    layouts = {name: layout for name, layout in found.items() if layout is not None}
+    return coarsen_to_fit_page(layouts, {name: heads[name].shape[-3] for name in layouts})
+
+
+def coarsen_to_fit_page(layouts: Mapping[str, ImageLayout], heads: Mapping[str, int]) -> dict[str, ImageLayout]:
+    """The layouts with the smallest blocks for which the weights of all heads fit on a page."""
     block = 1
     while True:
-        shown = [(heads, one._replace(block=block)) for heads, one in layers]
-        if sum(heads * one.queries * one.keys for heads, one in shown) <= _WEIGHTS or block >= 64:
-            return block
+        coarser = {name: layout._replace(block=block) for name, layout in layouts.items()}
+        size = sum(heads[name] * layout.queries * layout.keys for name, layout in coarser.items())
+        if size <= _MAX_WEIGHTS_BYTES or block >= 64:
+            return coarser
         block += 1
 
 
-def embedded(image: Any) -> dict[str, Any]:
-    """An image as a page holds it: a PNG, as a data URI."""
-    shown = shrunk(pixels(image))
-    height, width, _ = shown.shape
-    return {"src": f"data:image/png;base64,{base64.b64encode(png(shown)).decode()}", "width": width, "height": height}
+def encode_image(image: Any) -> dict[str, Any]:
+    """An image as a PNG in a data URI, and its size."""
+    small = shrink_image(to_rgb_pixels(image))
+    height, width, _ = small.shape
+    return {
+        "src": f"data:image/png;base64,{base64.b64encode(encode_png(small)).decode()}",
+        "width": width,
+        "height": height,
+    }
 
 
-def blank(layer: ImageLayout) -> dict[str, Any]:
-    """In place of an image that was not given: an empty sheet of the grid's form."""
+def blank_image(layer: ImageLayout) -> dict[str, Any]:
+    """A white image with the proportions of the grid, for layers without an image."""
     height, width = layer.points.lattice.sizes
     size = max(1, 640 // max(height, width))
-    return {**embedded(np.full((size * height, size * width), 255, np.uint8)), "blank": True}
+    return {**encode_image(np.full((size * height, size * width), 255, np.uint8)), "blank": True}
 
 
-def weights(view: Heads, layer: ImageLayout, all_heads: int) -> tuple[Any, str]:
-    """The weights between what is shown, in two bytes each or in one.
+class ImageMeasurement(NamedTuple):
+    """What one pass over the weights of a layer finds: its statistics, and the weights between displayed tokens."""
 
-    Of points that are shown as one, they are means over queries of sums over keys. A byte is 255 times the square root: the error is
-    at most 0.004.
-    """
+    stats: ImageStats
+    weights: Float[Tensor, "heads queries keys"]
+
+
+def measure_layer_on_image(layer: MeasuredLayer, layout: ImageLayout) -> ImageMeasurement:
+    """The statistics and weights of a layer on an image, computed once."""
+    return layer.compute_once(("image", layout), lambda: _measure_view_on_image(layer.view, layout))
+
+
+@torch.no_grad()
+def _measure_view_on_image(view: Heads, layout: ImageLayout) -> ImageMeasurement:
+    """The weight of a block is the sum over its keys, averaged over its queries."""
     heads = view.shape[-3]
-    result = torch.zeros(heads, layer.queries, layer.keys)
-    lattice = layer.points.lattice
-    row = _shown_as(layer.points.queries, lattice.outputs, layer.block)
-    column = _shown_as(layer.points.keys, lattice.sizes, layer.block)
-    for chosen, part in blocks(view):
-        among_keys = (
-            part if layer.block == 1 else part.new_zeros(*part.shape[:-1], layer.keys).index_add_(-1, column, part)
-        )
-        result.index_add_(1, row[chosen], among_keys)
-    result /= row.bincount(minlength=layer.queries).clamp(min=1)[:, None]
-    if 4 * all_heads * layer.queries * layer.keys <= _WEIGHTS:
-        return result, "f2"
-    return (255 * result.clamp(0, 1).sqrt()).round(), "u1"
+    sums, total = ImageSums(heads, layout.points), torch.zeros(heads, layout.queries, layout.keys)
+    lattice = layout.points.lattice
+    row = _block_of_each_token(layout.points.queries, lattice.outputs, layout.block)
+    column = _block_of_each_token(layout.points.keys, lattice.sizes, layout.block)
+    for queries, weights in iterate_query_blocks(view):
+        sums.add(queries, weights)
+        if layout.block > 1:
+            weights = weights.new_zeros(*weights.shape[:-1], layout.keys).index_add_(-1, column, weights)
+        total.index_add_(1, row[queries], weights)
+    total /= row.bincount(minlength=layout.queries).clamp(min=1)[:, None]
+    return ImageMeasurement(sums.stats(), total)
 
 
-def moved(numbers: Float[Tensor, "heads keys"], layer: ImageLayout) -> Float[Tensor, "heads shown"]:
-    """What a weight of 1 on a key moves; of keys that are shown as one, the mean."""
-    column = _shown_as(layer.points.keys, layer.points.lattice.sizes, layer.block)
-    total = numbers.new_zeros(len(numbers), layer.keys).index_add_(1, column, numbers)
+def quantize_weights(weights: Float[Tensor, "heads queries keys"], all_heads: int) -> tuple[Any, str]:
+    """Weights in two bytes each, or in one if all heads together would take too many.
+
+    One byte holds 255 times the square root: the error is at most 0.004.
+    """
+    _, queries, keys = weights.shape
+    if 4 * all_heads * queries * keys <= _MAX_WEIGHTS_BYTES:
+        return weights, "f2"
+    return (255 * weights.clamp(0, 1).sqrt()).round(), "u1"
+
+
+def mean_norm_per_block(norms: Float[Tensor, "heads keys"], layer: ImageLayout) -> Float[Tensor, "heads blocks"]:
+    """The mean contribution norm over the keys of each block."""
+    column = _block_of_each_token(layer.points.keys, layer.points.lattice.sizes, layer.block)
+    total = norms.new_zeros(len(norms), layer.keys).index_add_(1, column, norms)
     return total / column.bincount(minlength=layer.keys).clamp(min=1)
 
 
-def stats(view: Heads, layer: ImageLayout) -> dict[str, Any]:
-    """The numbers of each head."""
-    entropy, distance, special, itself, fixed, offset = looking(view, layer.points)
-    plain = lambda x: [round(number, 5) if math.isfinite(number) else None for number in x.tolist()]
+def image_stats_to_json(found: ImageStats) -> dict[str, Any]:
+    """The statistics of each head as the page reads them."""
+    entropy, distance, special, itself, fixed = (to_json_numbers(x) for x in found[:5])
     return {
-        "entropy": plain(entropy), "distance": plain(distance), "fixed": plain(fixed), "offset": offset.tolist(),
-        "weight": {"self": plain(itself), "special": plain(special)}, "share": {},
+        "entropy": entropy, "distance": distance, "fixed": fixed, "offset": found.offset.tolist(),
+        "weight": {"self": itself, "special": special}, "share": {},
     }  # fmt: skip
 
 
-def _shown_as(special: int, sizes: tuple[int, ...], block: int) -> Int[Tensor, " items"]:
-    """As which of what is shown an item is shown."""
+def _block_of_each_token(special: int, sizes: tuple[int, ...], block: int) -> Int[Tensor, " items"]:
+    """Index of the displayed block that contains each token; special tokens are displayed one by one."""
     height, width = sizes
     across = -(-width // block)
     row, column = torch.arange(height)[:, None] // block, torch.arange(width) // block
     return torch.cat((torch.arange(special), special + (row * across + column).flatten()))
 
 
-def _names(special: int, sizes: tuple[int, ...]) -> Text:
+def _name_special_tokens_and_patches(special: int, sizes: tuple[int, ...]) -> Tokens:
     """Special tokens by their numbers, patches by row and column."""
     patches = [f"{row}, {column}" for row in range(sizes[0]) for column in range(sizes[1])]
     tokens = ["[CLS]"] if special == 1 else [f"token {number}" for number in range(special)]
-    return Text((*tokens, *patches), (*(None for _ in tokens), *range(len(patches))), tuple(patches))
+    return Tokens.of_pieces((*tokens, *patches), (*(None for _ in tokens), *range(len(patches))), tuple(patches))

@@ -1,56 +1,39 @@
-"""The report: one page of HTML that shows what heads do, opens from disk and asks the network for nothing."""
+"""The report: one HTML page that shows what heads do, opens from disk and loads nothing from the network."""
 
 from __future__ import annotations
 
-import html
-import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from importlib.resources import files
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from polyhead import _files
-from polyhead._checks import WrongType, kind_of, shown
+from polyhead._checks import WrongType, describe_type, short_repr
 from polyhead.heads import Heads
-from polyhead.inspection.report.image_layout import blank, coarse, embedded, entire, imaged
-from polyhead.inspection.report.page_data import EDGES, Blobs, Layer, layer_of, layers_record, telling
+from polyhead.inspection.measured_heads import MeasuredHeads
+from polyhead.inspection.report.html_page import Page, build_html
+from polyhead.inspection.report.image_layout import (
+    blank_image,
+    coarsen_to_fit_page,
+    encode_image,
+    find_image_layout,
+    shows_all_queries_and_keys,
+)
+from polyhead.inspection.report.page_data import (
+    MAX_EDGES,
+    ArrayBlobs,
+    HeadIndex,
+    JsonObject,
+    PageLayer,
+    layers_to_json,
+    make_page_layer,
+    score_head_interest,
+)
 from polyhead.inspection.roles.roles import Card
-from polyhead.inspection.roles.word_attention import Text
+from polyhead.models import Tokens
 
-Texts = Text | tuple[Text, Text]
-# Words, or what a tokenizer gives: anything with pieces, word_of and words.
-Readable = Any
-# In the order in which they are joined: each uses what stands before it.
-_SCRIPTS = (
-    "data.js", "colour.js", "state.js", "words_and_pieces.js", "drawing_helpers.js", "mosaic.js", "sentence.js", "heatmap.js", "head_panel.js", "weight_explanation.js",
-    "output_vectors.js", "graph.js", "image.js", "export.js", "input.js", "main.js",
-)  # fmt: skip
-
-
-class Page:
-    """A page of HTML, whole in itself. At the end of a notebook's cell it shows itself, in a frame of its own."""
-
-    def __init__(self, text: str) -> None:
-        self.html = text
-
-    def write(self, path: str | os.PathLike[str]) -> None:
-        """Write the page whole or not at all: where it fails, an older file stays as it was.
-
-        A symbolic link is followed. What is no regular file, such as a device, is refused.
-        """
-        # half a character, as of a file's name that is no text, is written as its number, which JSON reads
-        _files.write_whole(path, self.html.encode(errors="backslashreplace"))
-
-    def __repr__(self) -> str:
-        return f"Page({len(self.html) / 1e6:.1f} MB; write(path) writes it, a notebook shows it)"
-
-    def _repr_html_(self) -> str:
-        return (
-            f'<iframe srcdoc="{html.escape(self.html)}" sandbox="allow-scripts allow-downloads" title="Attention heads" '
-            'style="width:100%;height:860px;border:1px solid #8884;border-radius:8px"></iframe>'
-        )
+Texts = Tokens | Sequence[str] | tuple[Tokens | Sequence[str], Tokens | Sequence[str]]
 
 
 @torch.no_grad()
@@ -61,7 +44,7 @@ def report(
     texts: Texts | Mapping[str, Texts] | None = None,
     title: str | None = None,
     finding: str | None = None,
-    star: tuple[int, int] | None = None,
+    star: HeadIndex | None = None,
     cards: Iterable[Card] = (),
     notes: Iterable[str] = (),
     roles: Mapping[str, str] | None = None,
@@ -70,214 +53,207 @@ def report(
     grid: Sequence[int] | None = None,
     at: int | Sequence[int] | None = None,
 ) -> Page:
-    """A page that shows these heads, written to `path` where one is given.
+    """Build a page that shows these heads, and write it to `path` if given.
 
     Args:
-        heads: one view, or views by the names of their layers, in the layers' order.
-        path: where the page goes.
-        texts: what was read: a `Text`; a pair for cross-attention, that of the queries and that of the keys; or one of these by
-            the names of the layers. Without it tokens, or nodes of a graph, are called by their numbers.
-        title: what the page is called.
-        finding: one plain sentence, shown above all.
-        star: the layer and the head that are shown first.
-        cards: what was found of heads.
-        notes: what a reader has to know besides.
-        roles: a sentence of explanation for each role.
-        batch: which row of the batch is shown.
-        image: what the model saw, as `Heads.plot` takes it: layers whose items are its points are laid over it, and have no texts.
-            Without one, layers over a `Grid` of rows and columns that have no texts are drawn as maps on an empty sheet.
-        grid: the points' rows and columns, for layers whose neighbourhood is no `Grid`: (14, 14) for 196 patches, before which
-            special tokens such as [CLS] stand.
-        at: the patch that is shown first, (row, column), or the number of a token; the one in the middle unless given. It counts the
-            queries of the layer of `star`, or of the first layer that is laid over the image; the other layers show the same place.
-
-    Raises:
-        ValueError: where there is nothing to show, or where texts, image, star or cards do not fit the heads; and where something
-            other than a regular file is at the path.
-        OSError: where the path cannot be written; an older file stays as it was.
+        heads: one view, or views by the names of their layers, in order.
+        path: the file to write: completely or not at all.
+        texts: `Tokens` or a list of words; a pair of these (queries, keys) for cross-attention; or a mapping from layers to them.
+            By default tokens and nodes are numbered.
+        title: the title of the page.
+        finding: one sentence, shown at the top.
+        star: (layer, head) to select first.
+        cards: roles of heads, as `find` returns them.
+        notes: further lines for the reader.
+        roles: an explanation for each role.
+        batch: the row of the batch to show.
+        image: the model's input image, as `Heads.plot` takes it. Layers over its patches are drawn on it and must have no texts.
+            Without it, layers over a two-dimensional `Grid` without texts are drawn on an empty background.
+        grid: rows and columns of patches, such as (14, 14), for layers whose neighbourhood is not a `Grid`; surplus keys in
+            front are special tokens.
+        at: the patch to select first, (row, column), or the number of a token; by default the middle one. It refers to the layer of
+            `star`, or to the first layer on the image; the other layers show the same location.
     """
     if path is not None:
-        _files.target(path)
-    if not isinstance(heads, (Heads, Mapping)):
-        raise ValueError(
-            f"heads: it is {type(heads).__name__}; it must be a Heads, or what capture records: "
-            "with capture(model) as seen: model(x)"
-        )
-    for argument, words in (("title", title), ("finding", finding)):
-        if words is not None and not isinstance(words, str):
-            raise WrongType(f"{argument} must be a str, got {kind_of(words)}")
-    named = {"attention": heads} if isinstance(heads, Heads) else dict(heads)
-    if not named:
-        raise ValueError("heads: it is empty; there is no attention to show")
-    if image is None and grid is not None:
-        raise ValueError("grid: it says where an image's patches are; pass image= too")
-    layers = []
-    for number, (name, view) in enumerate(named.items()):
-        if not isinstance(view, Heads):
-            raise ValueError(
-                f"heads: {name!r} is {type(view).__name__}; it must be a Heads (capture without metrics gives them)"
-            )
-        given = texts.get(name) if isinstance(texts, Mapping) else texts
-        over = imaged(view, grid) if image is not None or (given is None and entire(view)) else None
-        if over is not None:
-            if given is not None:
-                raise ValueError(
-                    f"texts: {name!r} is laid over the image, and its patches are called by row and column; leave texts out, or "
-                    "pass them by the names of the other layers"
-                )
-            layers.append(layer_of(number, name, view, batch, over.texts(), over))
-            continue
-        layers.append(layer_of(number, name, view, batch, _fitting(name, view, given)))
-    cards, notes = _listed("cards", cards, Card), _listed("notes", notes, str)
-    picture = _image(image, at, star, layers, notes)
-    known = {(layer.number, head) for layer in layers for head in layer.heads}
-    if star is not None and star not in known:
-        raise ValueError(f"star must be (layer, head) of one of {len(layers)} layers, got {shown(star)}")
-    for card in cards:
-        if (card.layer, card.head) not in known:
-            raise ValueError(f"cards: there is no {card.name} among {len(layers)} layers")
-    blobs = Blobs()
-    first = [*([star] if star else []), *((card.layer, card.head) for card in cards)]
-    records = layers_record(layers, first, blobs)
-    if not first:
-        ranks = {(r["number"], head): telling(r, head) for r in records for head in r["heads"]}
-        first = [max(ranks, key=lambda pair: ranks[pair])]
-    for record in records:
-        if record.get("parallel"):
-            notes.append(
-                f"{record['name']}: edges that are there more than once are shown as one, of all their weight."
-            )
-        if record.get("edges", 0) > EDGES:
-            notes.append(f"{record['name']}: the {EDGES:,} strongest of {record['edges']:,} edges were kept.")
-    content = {
-        "title": title or "Attention heads", "finding": finding, "star": first[0], "notes": notes,
-        "roles": dict(roles or {}), "cards": [_card(card) for card in cards], "image": picture, **_named_texts(layers, records),
-    }  # fmt: skip
-    page = Page(_joined(content, blobs))
+        _files.resolve_writable_path(path)
+    measured = MeasuredHeads.of(heads, batch)
+    _check_heads_and_titles(measured, title, finding)
+    picture = _ImageArguments(image, grid, at)
+    layers = picture.make_layers(measured, texts)
+    cards, notes = _to_checked_list("cards", cards, Card), _to_checked_list("notes", notes, str)
+    layers, shown_image = picture.fit_layers_on_page(layers, star, notes)
+    _check_heads_are_shown(layers, star, cards)
+    content, blobs = _build_page_data(layers, star, cards, notes)
+    content |= {
+        "title": title or "Attention heads",
+        "finding": finding,
+        "roles": dict(roles or {}),
+        "image": shown_image,
+    }
+    page = Page(build_html(content, blobs.texts))
     if path is not None:
         page.write(path)
     return page
 
 
-def _listed(name: str, given: Iterable[Any], kind: type) -> list[Any]:
-    """What was given as a list of one kind of things."""
-    if isinstance(given, str) or not isinstance(given, Iterable):
-        raise WrongType(f"{name} must be a list of {kind.__name__}, got {kind_of(given)}")
-    each = list(given)
-    for place, item in enumerate(each):
+def _check_heads_and_titles(measured: MeasuredHeads, title: object, finding: object) -> None:
+    for argument, words in (("title", title), ("finding", finding)):
+        if words is not None and not isinstance(words, str):
+            raise WrongType(f"{argument} must be a str, got {describe_type(words)}")
+    if not measured:
+        raise ValueError("heads must have at least one layer, got an empty mapping; call the model inside capture")
+
+
+def _check_heads_are_shown(layers: Sequence[PageLayer], star: HeadIndex | None, cards: Sequence[Card]) -> None:
+    """Raise if the star or a card names a head that is not shown."""
+    known = {(layer.number, head) for layer in layers for head in layer.heads}
+    if star is not None and star not in known:
+        raise ValueError(f"star must be (layer, head) of one of {len(layers)} layers, got {short_repr(star)}")
+    for number, card in enumerate(cards):
+        if (card.layer, card.head) not in known:
+            raise ValueError(f"cards[{number}] must be about a head of the {len(layers)} layers, got {card.name}")
+
+
+def _to_checked_list(name: str, items: Iterable[Any], kind: type) -> list[Any]:
+    """A checked list of items of one type."""
+    if isinstance(items, str) or not isinstance(items, Iterable):
+        raise WrongType(f"{name} must be a list of {kind.__name__}, got {describe_type(items)}")
+    items = list(items)
+    for number, item in enumerate(items):
         if not isinstance(item, kind):
-            raise WrongType(f"{name}[{place}] must be a {kind.__name__}, got {kind_of(item)}")
-    return each
+            raise WrongType(f"{name}[{number}] must be a {kind.__name__}, got {describe_type(item)}")
+    return items
 
 
-def _image(
-    image: Any,
-    at: int | Sequence[int] | None,
-    star: tuple[int, int] | None,
-    layers: list[Layer],
-    notes: list[str],
-) -> dict[str, Any] | None:
-    """The image with the patch that is shown first; where patches are too many, the layers are made to show blocks of them."""
-    over = [(len(layer.heads), layer.image) for layer in layers if layer.image is not None]
-    if not over:
-        if image is None and at is None:
-            return None
-        if image is None:
-            raise ValueError("at: it is a patch of an image; pass image= too")
-        raise ValueError(
-            f"image: no layer has a grid of rows and columns; pass grid=(height, width). There are "
-            f"{', '.join(f'{layer.name} {tuple(layer.view.shape)}' for layer in layers[:3])}"
-        )
-    block = coarse(over)
-    if block > 1:
-        notes.append(
-            f"Patches are shown in blocks of {block} x {block}: all of them would not fit on a page. A block's weights are sums over the "
-            "patches that are looked at, averaged over those that look."
-        )
-    for number, layer in enumerate(layers):
-        if layer.image is not None and block > 1:
-            shown = layer.image._replace(block=block)
-            rows, columns = shown.texts()
-            layers[number] = layer._replace(image=shown, rows=rows, columns=columns)
-    starred = star[0] if star is not None and 0 <= star[0] < len(layers) else 0
-    # the star's own layer where it is laid over the image, else the first that is
-    of, first = min(
-        ((n, layer.image) for n, layer in enumerate(layers) if layer.image is not None),
-        key=lambda pair: pair[0] != starred,
-    )
-    sheet = blank(first) if image is None else embedded(image)
-    return {**sheet, "first": first.first(at), "of": of}
+def _build_page_data(
+    layers: Sequence[PageLayer], star: HeadIndex | None, cards: Sequence[Card], notes: Sequence[str]
+) -> tuple[JsonObject, ArrayBlobs]:
+    """The part of the page's record that comes from the heads, and its arrays."""
+    blobs = ArrayBlobs()
+    first = [*([star] if star else []), *((card.layer, card.head) for card in cards)]
+    records = layers_to_json(layers, first, blobs)
+    if not first:
+        ranks = {(r["number"], head): score_head_interest(r, head) for r in records for head in r["heads"]}
+        first = [max(ranks, key=lambda pair: ranks[pair])]
+    texts = _deduplicate_texts(layers, records)
+    cards_shown = [{**card._asdict(), "name": card.name} for card in cards]
+    notes = [*notes, *_edge_notes(records)]
+    return {"star": first[0], "notes": notes, "cards": cards_shown, "texts": texts, "layers": records}, blobs
 
 
-def _fitting(name: str, view: Heads, given: Texts | None) -> tuple[Text | None, Text | None]:
-    """The texts of a layer's queries and keys."""
-    part = view._part
-    queries, keys = len(part.numbers("queries")), len(part.numbers("keys"))
-    if given is None:
-        # one and the same nobody stands for one text, two for two
-        return None, None
-    if isinstance(given, tuple) and len(given) == 2 and not isinstance(given, Text) and not isinstance(given[0], str):
-        rows, columns = (_text(part) for part in given)
-    else:
-        rows = columns = _text(given)
-    if rows is columns and len(columns.pieces) == keys > queries:
-        # with a cache the queries are the last keys
-        begin = keys - queries
-        rows = Text(rows.pieces[begin:], rows.word_of[begin:], rows.words)
-    for text, number, what in ((rows, queries, "queries"), (columns, keys, "keys")):
-        if len(text.pieces) != number:
-            raise ValueError(f"texts: {name!r} has {number} {what}, but the text has {len(text.pieces)} pieces")
-        if len(text.word_of) != number:
-            raise ValueError(f"texts: {len(text.word_of)} pieces have a word, but there are {number}")
-    return rows, columns
+def _edge_notes(records: Sequence[JsonObject]) -> list[str]:
+    notes = []
+    for record in records:
+        if record.get("parallel"):
+            notes.append(f"{record['name']}: parallel edges are shown as one, with the sum of their weights.")
+        if record.get("edges", 0) > MAX_EDGES:
+            notes.append(f"{record['name']}: the {MAX_EDGES:,} strongest of {record['edges']:,} edges were kept.")
+    return notes
 
 
-def _text(given: Readable) -> Text:
-    """A text as it was given: a `Text`, words, or a tokenizer's result."""
-    if isinstance(given, Text):
-        return given
-    if all(hasattr(given, name) for name in ("pieces", "word_of", "words")):
-        return Text(tuple(given.pieces), tuple(given.word_of), tuple(given.words))
-    if isinstance(given, (list, tuple)) and all(isinstance(word, str) for word in given):
-        return Text.of_words(given)
-    raise ValueError(
-        f"texts: it is {type(given).__name__}; it must be a Text, the result of a Polyhead tokenizer, a list of words, a pair "
-        "of these for cross-attention, or a mapping from layers to them"
-    )
-
-
-def _card(card: Card) -> dict[str, Any]:
-    return {**card._asdict(), "name": card.name}
-
-
-def _named_texts(layers: list[Layer], records: list[dict[str, Any]]) -> dict[str, Any]:
-    """The layers, each with the numbers of its texts, and the texts, each once."""
-    texts: list[Text] = []
+def _deduplicate_texts(layers: Sequence[PageLayer], records: Sequence[JsonObject]) -> list[JsonObject]:
+    """All texts of the layers, each once; the records get the numbers of theirs."""
+    texts: list[JsonObject] = []
     for layer, record in zip(layers, records, strict=True):
-        for side, text in (("rows", layer.rows), ("columns", layer.columns)):
+        for side, tokens in (("rows", layer.rows), ("columns", layer.columns)):
+            text = (
+                None if tokens is None else {"pieces": tokens.pieces, "word_of": tokens.word_of, "words": tokens.words}
+            )
             if text is not None and text not in texts:
                 texts.append(text)
             record[side] = None if text is None else texts.index(text)
-    return {"texts": [text._asdict() for text in texts], "layers": records}
+    return texts
 
 
-def _joined(content: dict[str, Any], blobs: Blobs) -> str:
-    """The page's parts and its data as one file."""
-    part = lambda name: (files("polyhead.inspection.report") / "page" / name).read_text(encoding="utf-8")
-    title = html.escape(content["title"])
-    arrays = "\n".join(f'<script type="text/plain" id="blob-{i}">{text}</script>' for i, text in enumerate(blobs.texts))
-    pieces = {
-        "title": title, "style": part("style.css"), "script": "\n".join(part(name) for name in _SCRIPTS),
-        "record": _inert(content), "arrays": arrays,
-    }  # fmt: skip
-    # in one walk, so that nothing that was put in is looked at again
-    before, *rest = part("page.html").split("{{")
-    return before + "".join(pieces[name] + after for name, after in (piece.split("}}", 1) for piece in rest))
+class _ImageArguments(NamedTuple):
+    """What `report` was told about an image; all None for texts and graphs."""
+
+    image: Any
+    grid: Sequence[int] | None
+    at: int | Sequence[int] | None
+
+    def make_layers(self, measured: MeasuredHeads, texts: Texts | Mapping[str, Texts] | None) -> list[PageLayer]:
+        """The layers of the page, each with its texts or its place on the image."""
+        if self.image is None and self.grid is not None:
+            raise ValueError(f"grid must be None without an image, got {short_repr(self.grid)}; pass image= too")
+        layers = []
+        for number, (name, layer) in enumerate(measured.layers.items()):
+            text = texts.get(name) if isinstance(texts, Mapping) else texts
+            on_image = self.image is not None or (text is None and shows_all_queries_and_keys(layer.heads))
+            layout = find_image_layout(layer.heads, self.grid) if on_image else None
+            if layout is not None and text is not None:
+                raise ValueError(
+                    f"texts must leave out {name!r}, which is drawn on the image: its patches are named by row and column; pass a "
+                    "mapping with the other layers"
+                )
+            names = layout.texts() if layout is not None else _query_and_key_tokens(name, layer.heads, text)
+            layers.append(make_page_layer(number, name, layer, measured.batch, names, layout))
+        return layers
+
+    def fit_layers_on_page(
+        self, layers: list[PageLayer], star: HeadIndex | None, notes: list[str]
+    ) -> tuple[list[PageLayer], JsonObject | None]:
+        """The layers in blocks of patches that fit on a page, and the image as the page knows it. Adds a note about blocks."""
+        layouts = {layer.name: layer.image for layer in layers if layer.image is not None}
+        if not layouts:
+            self._check_no_image_given(layers)
+            return layers, None
+        layouts = coarsen_to_fit_page(layouts, {layer.name: len(layer.heads) for layer in layers})
+        block = next(iter(layouts.values())).block
+        if block > 1:
+            notes.append(
+                f"Patches are shown in blocks of {block} x {block} to fit on a page. The weight of a block is summed over its keys and "
+                "averaged over its queries."
+            )
+            layers = [layer.with_layout(layouts.get(layer.name)) for layer in layers]
+        # the layer of the star if it is on the image, else the first one that is
+        placed = [layer for layer in layers if layer.image is not None]
+        first = next((layer for layer in placed if star is not None and layer.number == star[0]), placed[0])
+        layout = layouts[first.name]
+        shown_image = blank_image(layout) if self.image is None else encode_image(self.image)
+        return layers, {**shown_image, "first": layout.first_query(self.at), "of": first.number}
+
+    def _check_no_image_given(self, layers: Sequence[PageLayer]) -> None:
+        """Raise if there is an image, or a patch of one, and no layer to draw on it."""
+        if self.image is not None:
+            shapes = ", ".join(f"{layer.name} {tuple(layer.view.shape)}" for layer in layers[:3])
+            raise ValueError(
+                f"image must have a layer over a grid of rows and columns, got {shapes}; pass grid=(height, width)"
+            )
+        if self.at is not None:
+            raise ValueError(f"at must be None without an image, got {short_repr(self.at)}; pass image= too")
 
 
-def _inert(content: dict[str, Any]) -> str:
-    """JSON that no text in it can break out of: nothing in it reads as a tag, a comment or the end of a line."""
-    text = json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    for sign in "<>&\u2028\u2029":
-        text = text.replace(sign, f"\\u{ord(sign):04x}")
-    return text
+def _query_and_key_tokens(name: str, view: Heads, texts: Texts | None) -> tuple[Tokens | None, Tokens | None]:
+    """The tokens of a layer's queries and keys; (None, None) if rows and columns share one unnamed text."""
+    queries, keys = len(view.part.indices("queries")), len(view.part.indices("keys"))
+    if texts is None:
+        return None, None
+    if isinstance(texts, tuple) and len(texts) == 2 and not isinstance(texts[0], str):
+        rows, columns = (_as_tokens(text) for text in texts)
+    else:
+        rows = columns = _as_tokens(texts)
+    if rows is columns and len(columns) == keys > queries:
+        # with a cache, the queries are the last keys
+        begin = keys - queries
+        rows = Tokens.of_pieces(rows.pieces[begin:], rows.word_of[begin:], rows.words)
+    for text, number, axis in ((rows, queries, "queries"), (columns, keys, "keys")):
+        if len(text) != number:
+            raise ValueError(f"texts of {name!r} must have {number} pieces, one per {_SINGULAR[axis]}, got {len(text)}")
+        if len(text.word_of) != number:
+            raise ValueError(f"texts must have a word_of of {number} entries, one per piece, got {len(text.word_of)}")
+    return rows, columns
+
+
+_SINGULAR = {"queries": "query", "keys": "key"}
+
+
+def _as_tokens(text: Any) -> Tokens:
+    if isinstance(text, Tokens):
+        return text
+    if isinstance(text, (list, tuple)) and all(isinstance(word, str) for word in text):
+        return Tokens.of_pieces(text)
+    raise ValueError(
+        "texts must be Tokens, as a tokenizer returns them, a list of words, a pair of these for cross-attention, or a mapping from "
+        f"layers to them, got {type(text).__name__}"
+    )

@@ -1,4 +1,4 @@
-"""What to say first: the head that tells most, one plain sentence about it, and what the plain weights hide."""
+"""The headline of a page: the most interesting head, one sentence about it, and how many heads attend to special tokens."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ from typing import NamedTuple
 import torch
 
 from polyhead.heads import Heads
+from polyhead.inspection.measured_heads import MeasuredHeads
 from polyhead.inspection.roles.roles import Card, Found
-from polyhead.inspection.roles.word_attention import Text, by_word
+from polyhead.inspection.roles.word_attention import word_attention
+from polyhead.models import Tokens
 
 
-class Resting(NamedTuple):
-    """How many heads put more than half of the words' attention on special tokens: by weight, and by what is moved."""
+class SpecialTokenHeads(NamedTuple):
+    """How many heads put more than half of the words' attention on special tokens: by weight, and by contribution norm."""
 
     heads: int
     by_weight: int
@@ -22,92 +24,95 @@ class Resting(NamedTuple):
     def __str__(self) -> str:
         return (
             f"{self.by_weight} of {self.heads} heads put more than half of the words' attention on special tokens; "
-            f"by what they move, |α W_O v|, {self.by_contribution} do."
+            f"by contribution norm, |α W_O v|, {self.by_contribution} do."
         )
 
 
 @torch.no_grad()
-def resting(seen: Mapping[str, Heads], text: Text) -> Resting | None:
-    """Whether heads that look at special tokens take anything from them; None in a text without such tokens."""
+def count_special_token_heads(seen: Mapping[str, Heads], text: Tokens) -> SpecialTokenHeads | None:
+    """Count the heads that attend mostly to special tokens; None for a text without special tokens, or without words."""
     if not any(text.special) or all(text.special):
         return None
-    special, everything = torch.tensor(text.special), torch.ones(len(text.pieces), dtype=torch.bool)
+    words = ~torch.tensor(text.special)
     counts = [0, 0, 0]
-    for heads in seen.values():
-        if heads.shape[-2:] != (len(text.pieces),) * 2:
+    for layer in MeasuredHeads.of(seen).layers.values():
+        if layer.heads.shape[-2:] != (len(text.pieces),) * 2:
             continue
-        weight, part, whole = heads.measure(
-            ("mass", special), ("contribution", "mass", special), ("contribution", "mass", everything)
-        )
-        words = lambda x: x.reshape(-1, *x.shape[-2:])[0][:, ~special.to(x.device)].mean(-1)
-        counts[0] += weight.shape[-2]
-        counts[1] += int((words(weight) > 0.5).sum())
-        counts[2] += int((words(part / whole.clamp(min=1e-30)) > 0.5).sum())
-    return Resting(*counts) if counts[0] else None
+        metrics = layer.metrics(text.special)
+        weight, share = metrics.numbers["weight special"], metrics.share("special")
+        counts[0] += len(weight)
+        counts[1] += int((weight[:, words].mean(-1) > 0.5).sum())
+        counts[2] += int((share[:, words].mean(-1) > 0.5).sum())
+    return SpecialTokenHeads(*counts) if counts[0] else None
 
 
-class Pair(NamedTuple):
-    """How strongly one word looks at another, in the head where it does so most."""
+class StrongestWordPair(NamedTuple):
+    """The weight from one word to another, in the head where it is largest."""
 
-    looks: str
-    at: str
+    query: str
+    key: str
     weight: float
     head: str
 
 
 @torch.no_grad()
-def strongest(seen: Mapping[str, Heads], text: Text, pairs: Sequence[tuple[str, str]]) -> list[Pair]:
-    """For each pair of a text's words, by their first occurrence, the head in which the one looks most at the other."""
-    best: dict[tuple[str, str], Pair] = {}
-    for layer, heads in enumerate(seen.values()):
-        weights = by_word(heads.weights.reshape(-1, *heads.shape[-3:])[0].float(), text)
-        for looks, at in pairs:
-            of_heads = weights[:, text.words.index(looks), text.words.index(at)]
-            weight, head = of_heads.max(0)
-            if (looks, at) not in best or float(weight) > best[looks, at].weight:
-                best[looks, at] = Pair(looks, at, float(weight), f"L{layer}H{int(head)}")
+def strongest_head_per_pair(
+    seen: Mapping[str, Heads], text: Tokens, pairs: Sequence[tuple[str, str]]
+) -> list[StrongestWordPair]:
+    """For each (query, key) pair of words, by their first occurrence, the head with the largest weight."""
+    best: dict[tuple[str, str], StrongestWordPair] = {}
+    for number, layer in enumerate(MeasuredHeads.of(seen).layers.values()):
+        weights = word_attention(layer.weights, text)
+        for query, key in pairs:
+            weight, head = weights[:, text.words.index(query), text.words.index(key)].max(0)
+            if (query, key) not in best or float(weight) > best[query, key].weight:
+                best[query, key] = StrongestWordPair(query, key, float(weight), f"L{number}H{int(head)}")
     return [best[pair] for pair in pairs]
 
 
-# What a reader wants to see first: what misleads, then sense, then grammar, then places.
-_INTEREST = (
+# Roles by how interesting they are: misleading patterns, meaning, grammar, positions.
+_ROLES_BY_INTEREST = (
     "one word for all", "coreference", "same meaning", "relative clause", "subject-verb", "object-verb", "determiner-noun",
     "adjective-noun", "preposition", "auxiliary", "induction", "previous token", "next token", "self", "delimiter",
     "first token", "local", "long range", "broad",
 )  # fmt: skip
-_SENTENCES = {
-    "one word for all": "In {head} nearly all words look at “{at}”: that one of them does says nothing.",
-    "previous token": "{head} looks at the token before: {score:.0%} of its attention lies there.",
-    "next token": "{head} looks at the token after: {score:.0%} of its attention lies there.",
-    "self": "{head} looks at the token itself: {score:.0%} of its attention lies there.",
-    "delimiter": "{head} rests on special tokens: {score:.0%} of its attention lies there.",
-    "first token": "{head} rests on the first token: {score:.0%} of its attention lies there.",
-    "local": "{head} stays near: its attention goes no farther than a few words.",
-    "long range": "{head} reaches far: its attention goes across the text.",
-    "broad": "{head} looks everywhere at once.",
-    "induction": "{head} copies: it finds what came after the last occurrence of a token in {score:.0%} of cases.",
+_SENTENCE_TEMPLATES = {
+    "one word for all": "In {head} nearly all words attend to “{key}”: a single pair of words means nothing there.",
+    "previous token": "{head} attends to the previous token, with {score:.0%} of its weight.",
+    "next token": "{head} attends to the next token, with {score:.0%} of its weight.",
+    "self": "{head} attends to the token itself, with {score:.0%} of its weight.",
+    "delimiter": "{head} attends to special tokens, with {score:.0%} of its weight.",
+    "first token": "{head} attends to the first token, with {score:.0%} of its weight.",
+    "local": "{head} is local: it attends to words nearby.",
+    "long range": "{head} attends to words far away.",
+    "broad": "{head} attends to all words almost uniformly.",
+    "induction": "{head} is an induction head: it attends to the token after the previous occurrence, with {score:.0%} of its weight.",
 }
-_OF_PAIRS = "{head} joins {role}: right in {score:.0%} of {cases} cases, where {against} gets {baseline:.0%}."
+_PAIR_SENTENCE_TEMPLATE = (
+    "{head} finds {role} pairs: {score:.0%} of {cases} cases are right; {against} is right in {baseline:.0%}."
+)
 
 
-def star(found: Found) -> Card | None:
-    """The card to begin with: of the most interesting role that has a pair in this text, the one that stands out most."""
-    rank = {role: number for number, role in enumerate(_INTEREST)}
+def pick_headline_card(found: Found) -> Card | None:
+    """The card to show first: the highest score of the most interesting role that has a pair in this text."""
+    rank = {role: number for number, role in enumerate(_ROLES_BY_INTEREST)}
     with_pair = [card for card in found.cards if card.pair is not None]
     return min(
-        with_pair or found.cards, key=lambda card: (rank.get(card.role, 3), -card.score, _weight(card)), default=None
+        with_pair or found.cards,
+        key=lambda card: (rank.get(card.role, 3), -card.score, _negative_pair_weight(card)),
+        default=None,
     )
 
 
-def _weight(card: Card) -> float:
+def _negative_pair_weight(card: Card) -> float:
     return 0.0 if card.pair is None else -card.pair[2]
 
 
-def sentence(card: Card | None) -> str:
-    """A card in one plain sentence."""
+def card_to_sentence(card: Card | None) -> str:
+    """A card as one sentence."""
     if card is None:
-        return "No head stands out: none has a role that could be told from chance."
-    return _SENTENCES.get(card.role, _OF_PAIRS).format(
+        return "No head stands out: no role is above its baseline."
+    return _SENTENCE_TEMPLATES.get(card.role, _PAIR_SENTENCE_TEMPLATE).format(
         head=card.name, role=card.role, score=card.score, cases=card.cases, baseline=card.baseline,
-        against=card.against or "the baseline", at="" if card.pair is None else card.pair[1],
+        against=card.against or "the baseline", key="" if card.pair is None else card.pair[1],
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""What heads do: a table of roles, each with a probe, a threshold and a baseline, and the cards of those that were found."""
+"""The table of roles, each with a probe, a threshold and a baseline, and the cards of heads that were measured."""
 
 from __future__ import annotations
 
@@ -7,26 +7,26 @@ from dataclasses import dataclass, field
 from statistics import NormalDist
 from typing import Literal, NamedTuple
 
-from polyhead.inspection.roles.role_scores import Count, Relation
+from polyhead.inspection.roles.role_scores import Relation, ScoreSums
 
 Probe = Literal["place", "spread", "one word", "induction", "pairs"]
-NO_ROLE = "no role: nothing stands out"
-EVEN = "attention that is even over all tokens"
-OFFSET = "the best fixed offset"
+NO_ROLE = "no role"
+UNIFORM_BASELINE = "uniform attention over all tokens"
+OFFSET_BASELINE = "the best fixed offset"
 
 
 class Role(NamedTuple):
-    """Something that a head may do, and how one finds out.
+    """Something that a head may do, and how it is measured.
 
     Attributes:
-        name: what it is called.
-        meaning: what it says of a head, in a sentence.
-        probe: what is measured: weight on a *place*; how far weight on words is *spread*; whether *one word* is everybody's;
+        name: the name of the role.
+        meaning: one sentence about a head that has it.
+        probe: what is measured: weight on a *place*; how far weight on words is *spread*; whether all words attend to *one word*;
             *induction*; or whether *pairs* of annotated sentences are found.
-        threshold: a score that is not above it claims nothing.
-        baseline: what the score is held against.
-        relation: of pairs, what joins them.
-        ends: of pairs, what the two words are.
+        threshold: the score must be above it.
+        baseline: what the score is compared with.
+        relation: for pairs, the relation between the words.
+        ends: for pairs, the names of the two words.
     """
 
     name: str
@@ -38,82 +38,82 @@ class Role(NamedTuple):
     ends: tuple[str, str] = ("", "")
 
     def direction(self, number: int) -> str:
-        """Which of the two words looks at which."""
+        """Which of the two words attends to which."""
         return " → ".join(reversed(self.ends) if number else self.ends) if all(self.ends) else ""
 
 
-def _pairs(name: str, meaning: str, relation: str, *ends: str) -> Role:
+def _make_pair_role(name: str, meaning: str, relation: str, *ends: str) -> Role:
     first, second = ends
-    return Role(name, meaning, "pairs", 0.5, OFFSET, Relation(relation), (first, second))
+    return Role(name, meaning, "pairs", 0.5, OFFSET_BASELINE, Relation(relation), (first, second))
 
 
 ROLES: tuple[Role, ...] = (
     # thresholds of Clark 2019: more than half on one offset, more than 0.6 on special tokens
-    Role("previous token", "Each token looks at the one before it.", "place", 0.5, EVEN),
-    Role("next token", "Each token looks at the one after it.", "place", 0.5, EVEN),
-    Role("self", "Each token looks at itself.", "place", 0.5, EVEN),
-    # the usual mark of a sink
-    Role("first token", "Tokens rest on the first token (a sink), often to do nothing.", "place", 0.3, EVEN),
-    Role("delimiter", "Tokens rest on special tokens such as [SEP], often to do nothing.", "place", 0.6, EVEN),
-    Role("one word for all", "In this text nearly all words look most at one and the same word.", "one word", 0.8, "chance"),
-    Role("broad", "Attention on words is spread almost evenly.", "spread", 0.9, "the mean of all heads"),
-    Role("local", "Attention on words stays near.", "spread", 0.75, EVEN),
-    Role("long range", "Attention on words goes far.", "spread", 0.6, EVEN),
-    Role("induction", "A token looks at what came after its last occurrence.", "induction", 0.4, "the same places without a repetition"),
+    Role("previous token", "Each token attends to the one before it.", "place", 0.5, UNIFORM_BASELINE),
+    Role("next token", "Each token attends to the one after it.", "place", 0.5, UNIFORM_BASELINE),
+    Role("self", "Each token attends to itself.", "place", 0.5, UNIFORM_BASELINE),
+    # the usual threshold of an attention sink
+    Role("first token", "Tokens attend to the first token (an attention sink), often as a no-op.", "place", 0.3, UNIFORM_BASELINE),
+    Role("delimiter", "Tokens attend to special tokens such as [SEP], often as a no-op.", "place", 0.6, UNIFORM_BASELINE),
+    Role("one word for all", "In this text nearly all words attend most to the same word.", "one word", 0.8, "chance"),
+    Role("broad", "Attention on words is almost uniform.", "spread", 0.9, "the mean of all heads"),
+    Role("local", "Attention on words stays close to the query.", "spread", 0.75, UNIFORM_BASELINE),
+    Role("long range", "Attention on words reaches far from the query.", "spread", 0.6, UNIFORM_BASELINE),
+    Role("induction", "A token attends to the token after its previous occurrence.", "induction", 0.4, "the same positions without a repetition"),
     # more often right than wrong
-    _pairs("subject-verb", "A subject and its verb find each other.", "nsubj", "subject", "verb"),
-    _pairs("determiner-noun", "A determiner and its noun find each other.", "det", "determiner", "noun"),
-    _pairs("object-verb", "An object and its verb find each other.", "obj", "object", "verb"),
-    _pairs("adjective-noun", "An adjective and its noun find each other.", "amod", "adjective", "noun"),
-    _pairs("preposition", "A preposition and its noun find each other.", "case", "preposition", "noun"),
-    _pairs("auxiliary", "An auxiliary and its verb find each other.", "aux", "auxiliary", "verb"),
-    _pairs("relative clause", "The verb of a relative clause and the noun it is about find each other.", "acl:relcl", "clause", "noun"),
+    _make_pair_role("subject-verb", "A subject attends to its verb, or the verb to the subject.", "nsubj", "subject", "verb"),
+    _make_pair_role("determiner-noun", "A determiner attends to its noun, or the noun to the determiner.", "det", "determiner", "noun"),
+    _make_pair_role("object-verb", "An object attends to its verb, or the verb to the object.", "obj", "object", "verb"),
+    _make_pair_role("adjective-noun", "An adjective attends to its noun, or the noun to the adjective.", "amod", "adjective", "noun"),
+    _make_pair_role("preposition", "A preposition attends to its noun, or the noun to the preposition.", "case", "preposition", "noun"),
+    _make_pair_role("auxiliary", "An auxiliary attends to its verb, or the verb to the auxiliary.", "aux", "auxiliary", "verb"),
+    _make_pair_role("relative clause", "The verb of a relative clause attends to the noun that it modifies, or the noun to the verb.", "acl:relcl", "clause", "noun"),
     Role(
-        "coreference", "Of all nouns a pronoun looks most at the one it means.", "pairs", 0.5,
+        "coreference", "Of all nouns, a pronoun attends most to the one it refers to.", "pairs", 0.5,
         "the best of a fixed offset, the nearest noun and the first noun", Relation("coref", "nouns"), ("pronoun", "noun"),
     ),
     Role(
-        "coreference of names", "Of two names a pronoun looks more at the one it means (GAP).", "pairs", 0.5,
+        "coreference of names", "Of two names, a pronoun attends more to the one it refers to (GAP).", "pairs", 0.5,
         "the best of chance, the nearer and the first name", Relation("gap", "two names"), ("pronoun", "name"),
     ),
     Role(
-        "same meaning", "Of all content words a word looks most at one of the same meaning.", "pairs", 0.5,
+        "same meaning", "Of all content words, a word attends most to one of the same meaning.", "pairs", 0.5,
         "the best of a fixed offset and the nearest word of its part of speech", Relation("same", "content words"),
         ("word", "other word"),
     ),
 )  # fmt: skip
-_BY_NAME = {role.name: role for role in ROLES}
+_ROLE_BY_NAME = {role.name: role for role in ROLES}
 
 
-def own_role(relation: str) -> Role:
-    """The role of pairs of one's own."""
-    return Role(relation, f"Pairs of your own ({relation}) find each other.", "pairs", 0.5, OFFSET, Relation(relation), ("first", "second"))  # fmt: skip
+def make_own_pair_role(relation: str) -> Role:
+    """The role of a user's own pairs."""
+    return Role(relation, f"Of your own pairs ({relation}), one word attends to the other.", "pairs", 0.5, OFFSET_BASELINE, Relation(relation), ("first", "second"))  # fmt: skip
 
 
 class Card(NamedTuple):
-    """What was found of one head in one role, with what it has to be held against."""
+    """The score of one head in one role, with its baseline and interval."""
 
     layer: int
     head: int
     role: str
     score: float
-    # what the best fixed offset (or chance) scores on the same cases
+    # the score of the best fixed offset (or of chance) on the same cases
     baseline: float
     cases: int
-    # a 95 % interval of the score, of all heads and roles that were measured together
+    # a 95 % interval of the score that holds for all heads and roles measured together
     low: float
     high: float
-    # what is lost without the head, in the units of `effect_of`
+    # the change without the head, as `ablation` measures it
     effect: float | None = None
-    # the strongest pair of the text at hand, such as ("ran", "cat", 0.56)
+    # the strongest pair in the inspected text, such as ("ran", "cat", 0.56)
     pair: tuple[str, str, float] | None = None
-    # of pairs, which word looks at which
+    # for pairs, which word attends to which
     direction: str = ""
-    # how the baseline guesses
+    # the name of the baseline
     against: str = ""
-    # how often the sentence's other words, which have no reason to, look at the same word
+    # for pairs, how often the sentence's other words attend to the same word without being related to it
     others: float | None = None
-    # what it was measured on
+    # the data it was measured on
     on: str = ""
 
     @property
@@ -122,24 +122,24 @@ class Card(NamedTuple):
 
     @property
     def stands_out(self) -> bool:
-        """Whether the role may be claimed: above the threshold, and surely above what it is held against."""
-        role = _BY_NAME.get(self.role)
+        """Whether the score is above the threshold, and the interval above the baseline and `others`."""
+        role = _ROLE_BY_NAME.get(self.role)
         threshold = 0.5 if role is None else role.threshold
         return self.score > threshold and self.low > max(self.baseline, self.others or 0.0)
 
     @property
     def margin(self) -> float:
-        """How much of the way from what was to be expected to 1 the score goes."""
+        """(score - expected) / (1 - expected), where expected is the larger of the baseline and `others`."""
         expected = min(max(self.baseline, self.others or 0.0), 1 - 1e-9)
         return (self.score - expected) / (1 - expected)
 
 
-def interval(score: float, cases: int, family: int) -> tuple[float, float]:
-    """Wilson's 95 % interval of a share, widened so that it holds for a whole family of comparisons at once (Bonferroni).
+def wilson_interval(score: float, cases: int, family: int) -> tuple[float, float]:
+    """Wilson's 95 % interval of a proportion, widened to hold for a whole family of comparisons at once (Bonferroni).
 
-    The best of many heads is the best by luck too: of 144 heads without any role the luckiest would look significant by an interval
-    of its own. An interval that fails in one of 20 *families* may be read for the head one has picked. Means of numbers between 0
-    and 1, such as weight on a place, vary no more than shares do, so for them it is on the safe side.
+    The best of many heads is partly lucky: of 144 heads without a role, the best would look significant by an interval of its own.
+    This one is valid for a head that was picked because it is the best. Means of numbers between 0 and 1, such as the weight on a
+    position, vary no more than proportions, so for them the interval is conservative.
     """
     if not cases:
         return 0.0, 1.0
@@ -149,37 +149,37 @@ def interval(score: float, cases: int, family: int) -> tuple[float, float]:
     return max(0.0, (middle - spread) / scale), min(1.0, (middle + spread) / scale)
 
 
-def cards_of(where: Sequence[tuple[int, int]], counts: Mapping[str, Count], family: int, on: str) -> list[Card]:
-    """A card for each head and role that was counted.
+def make_cards(heads: Sequence[tuple[int, int]], counts: Mapping[str, ScoreSums], family: int, on: str) -> list[Card]:
+    """A card for each head and role.
 
     Args:
-        where: the layers and heads that the counts are of.
+        heads: (layer, head) of each entry of the counts.
         counts: by the names of roles.
-        family: how many comparisons are made together.
-        on: what it was counted in.
+        family: the number of comparisons that are made together.
+        on: the data that the counts come from.
     """
     cards = []
     for role, (total, weight, base, cases) in counts.items():
         if not cases:
             continue
         scores = (total / weight.clamp(min=1e-9)).clamp(0, 1)
-        # nothing is broader than even attention: a head is broad beside the others
+        # uniform attention cannot be exceeded, so a head is broad relative to the others
         bases = scores.mean().expand_as(scores) if role == "broad" else base / weight.clamp(min=1e-9)
-        against = _BY_NAME[role].baseline if role in _BY_NAME else OFFSET
-        for (layer, head), score, baseline in zip(where, scores.tolist(), bases.tolist(), strict=True):
-            ends = interval(score, cases, family)
+        against = _ROLE_BY_NAME[role].baseline if role in _ROLE_BY_NAME else OFFSET_BASELINE
+        for (layer, head), score, baseline in zip(heads, scores.tolist(), bases.tolist(), strict=True):
+            ends = wilson_interval(score, cases, family)
             cards.append(Card(layer, head, role, score, baseline, cases, *ends, against=against, on=on))
     return cards
 
 
 @dataclass(frozen=True)
 class Found:
-    """What was found of a model's heads.
+    """The roles of a model's heads.
 
     Attributes:
-        cards: the roles that stand out; in the order of the heads, of each the most telling first.
-        measured: every head in every role and direction that was measured, whether it stands out or not.
-        notes: what a reader has to know besides, such as texts that were left out.
+        cards: the roles that stand out, ordered by head, the most informative role of a head first.
+        measured: every head in every role and direction, whether it stands out or not.
+        notes: further facts for the reader, such as texts that were left out.
     """
 
     cards: list[Card]
@@ -188,33 +188,33 @@ class Found:
 
     @classmethod
     def of_all(cls, measured: Sequence[Card], notes: Iterable[str] = ()) -> Found:
-        """Choose the roles that stand out."""
+        """Select the roles that stand out; of a role's two directions, the better one."""
         heads: dict[tuple[int, int], dict[str, Card]] = {}
         for card in measured:
             best = heads.setdefault((card.layer, card.head), {})
             if card.stands_out and (card.role not in best or card.margin > best[card.role].margin):
                 best[card.role] = card
-        cards = [card for best in heads.values() for card in _told(list(best.values()))]
+        cards = [card for best in heads.values() for card in _sort_cards(list(best.values()))]
         return cls(cards, list(measured), list(notes))
 
     def of_head(self, layer: int, head: int) -> list[Card]:
-        """The roles of one head, the most telling first; none where nothing stands out."""
+        """The roles of one head, the most informative first; empty if nothing stands out."""
         return [card for card in self.cards if (card.layer, card.head) == (layer, head)]
 
     def of_role(self, role: str, *, measured: bool = False) -> list[Card]:
-        """The heads that have a role, or with `measured` all that were measured for it; the highest score first."""
+        """The heads that have a role, or with `measured` all heads measured for it, by descending score."""
         cards = self.measured if measured else self.cards
         return sorted((card for card in cards if card.role == role), key=lambda card: -card.score)
 
     @property
     def without_role(self) -> list[tuple[int, int]]:
-        """The layers and heads of which nothing stands out."""
+        """(layer, head) of the heads without a role."""
         having = {(card.layer, card.head) for card in self.cards}
         return [place for place in dict.fromkeys((c.layer, c.head) for c in self.measured) if place not in having]
 
 
-# What is told of a head first: that its picture misleads; what it finds; where it rests; what is true of many.
-_ORDER: dict[str, int] = {
+# The order of a head's roles: a misleading pattern; what it finds (1, by default); sinks; what holds for many heads.
+_ROLE_PRIORITY: dict[str, int] = {
     "one word for all": 0,
     "first token": 2,
     "delimiter": 2,
@@ -224,9 +224,9 @@ _ORDER: dict[str, int] = {
 }
 
 
-def _told(cards: list[Card]) -> list[Card]:
-    """A head's cards, the most telling first; how far attention spreads is told only where no place says it more precisely."""
-    probes = {card.role: _BY_NAME[card.role].probe for card in cards if card.role in _BY_NAME}
+def _sort_cards(cards: list[Card]) -> list[Card]:
+    """A head's cards, the most informative first; without those of spread if there is one of a position, which is more precise."""
+    probes = {card.role: _ROLE_BY_NAME[card.role].probe for card in cards if card.role in _ROLE_BY_NAME}
     if "place" in probes.values():
         cards = [card for card in cards if probes.get(card.role) != "spread"]
-    return sorted(cards, key=lambda card: (_ORDER.get(card.role, 1), -card.margin))
+    return sorted(cards, key=lambda card: (_ROLE_PRIORITY.get(card.role, 1), -card.margin))

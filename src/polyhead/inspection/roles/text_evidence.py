@@ -1,4 +1,4 @@
-"""What heads do in the text at hand: where weight lies, whether one word is everybody's, and the strongest pairs."""
+"""What heads do in one text: where weight lies, whether all words attend to one word, and the strongest pairs."""
 
 from __future__ import annotations
 
@@ -9,146 +9,137 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from polyhead._checks import WrongType, kind_of
+from polyhead._checks import WrongType, check_integer, describe_type
 from polyhead.heads import Heads
+from polyhead.inspection.measured_heads import MeasuredHeads, MeasuredLayer
 from polyhead.inspection.roles.corpus import Sentence
-from polyhead.inspection.roles.role_scores import Count, places, strongest, targets
-from polyhead.inspection.roles.roles import ROLES, Card, Found, cards_of
-from polyhead.inspection.roles.word_attention import Text, by_word
-from polyhead.metrics.edges import EdgePart
+from polyhead.inspection.roles.role_scores import (
+    ScoreSums,
+    score_positional_roles,
+    target_position_per_role,
+    unique_max,
+)
+from polyhead.inspection.roles.roles import ROLES, Card, Found, make_cards
+from polyhead.inspection.roles.word_attention import word_attention
+from polyhead.inspection.view_properties import allowed_keys_mask, count_batch_rows, is_on_graph
+from polyhead.models import Tokens
 
-# So many words of a long text are looked at, evenly apart; and so many numbers make a block of weights.
-_WORDS, _BLOCK = 512, 1 << 22
-# Looking at one of fewer other words is no choice; and one is looked at if it has clearly more than an even share.
-_CHOICE, _CLEARLY = 4, 1.5
-# Added to scores, as good as a mask: transformers adds the lowest number there is.
-_MASKED = -1e4
-_PROBES = {role.name: role.probe for role in ROLES}
+# Words of a long text that are measured, evenly spaced; and numbers in one block of weights.
+_MAX_WORDS, _MAX_BLOCK_WEIGHTS = 512, 1 << 22
+# A word counts only if it may attend to this many others; its strongest word must have this multiple of a uniform share.
+_MIN_OTHER_WORDS, _MIN_TIMES_UNIFORM = 4, 1.5
+_ONE_WORD_ROLE = "one word for all"
+_PROBE_BY_ROLE = {role.name: role.probe for role in ROLES}
 
-Pairs = list[tuple[str, str, float] | None]
+PairPerHead = list[tuple[str, str, float] | None]
+# a positional role, "words" for any two words, or a relation and its direction
+PairKind = str | tuple[str, int]
 
 
-def positional(heads: Heads | Mapping[str, Heads], text: Text | None = None, *, batch: int = 0) -> Found:
-    """What recorded heads do in one text, without asking the model anything: places, spread, one word for all.
+def positional(heads: Heads | Mapping[str, Heads], text: Tokens | None = None, *, batch: int = 0) -> Found:
+    """Find what recorded heads do in one text, without the model: positions, spread, and one word for all.
 
-    Layers in which the text does not attend to itself (cross-attention, graphs) are passed over. Of a long text 512 words are looked
-    at, evenly apart.
+    Layers in which the text does not attend to itself (cross-attention, graphs) are skipped. In a long text 512 evenly spaced words
+    are measured.
 
     Args:
-        heads: one view, or views by the names of their layers, as `capture` gives them.
-        text: what was read; without it every token counts as a word, and none as special.
-        batch: which row of the batch.
+        heads: one view, or views by the names of their layers, as `capture` records them.
+        text: the tokens that were read; by default every token is a word, and none is special.
+        batch: the row of the batch.
     """
-    _check(heads, text)
-    looks = _looks(heads, text, batch)
-    return Found.of_all(_with_pairs([card for cards in _cards(looks) for card in cards], looks))
+    _check_text(text)
+    layers = _collect_evidence(heads, text, batch)
+    return Found.of_all(_add_strongest_pairs([card for cards in _make_text_cards(layers) for card in cards], layers))
 
 
 def add_text_evidence(
     found: Found,
     heads: Heads | Mapping[str, Heads],
-    text: Text | None = None,
+    text: Tokens | None = None,
     *,
     batch: int = 0,
     sentence: Sentence | None = None,
 ) -> Found:
-    """What was found of a model, with the strongest pairs of one text, and the heads that have one word for all in it.
+    """Add to the roles of a model their strongest pairs in one text, and the heads in which all words attend to one word.
 
-    A head that has one word for all seems to find subjects and whatnot in this text: its roles of pairs name no pair of it.
+    Such a head seems to find subjects, objects and more in this text, so its roles of pairs name no pair.
 
     Args:
-        found: what `find` gives.
+        found: the result of `find`.
         heads: as in `positional`.
         text: as in `positional`.
         batch: as in `positional`.
-        sentence: what the text's words have to do with each other, where that is known (`corpus.known`): then a role of pairs shows
-            the strongest of its own pairs; else it shows none.
+        sentence: the known relations between the words (`corpus.known`): a role of pairs then shows the strongest of its own pairs,
+            and none without it.
     """
     if not isinstance(found, Found):
-        raise WrongType(f"found must be a Found, as `find` returns it, got {kind_of(found)}")
-    _check(heads, text)
+        raise WrongType(f"found must be a Found, as `find` returns it, got {describe_type(found)}")
+    _check_text(text)
     if sentence is not None and (text is None or sentence.words != text.words):
-        raise ValueError(f"sentence: its words are {' '.join(sentence.words)!r:.80}; they must be those of the text")
-    looks = _looks(heads, text, batch, sentence)
-    _, one_word = _cards(looks)
-    return Found.of_all(_with_pairs([*found.measured, *one_word], looks), found.notes)
+        raise ValueError(f"sentence must have the words of the text, got {' '.join(sentence.words)!r:.80}")
+    layers = _collect_evidence(heads, text, batch, sentence)
+    _, one_word = _make_text_cards(layers)
+    return Found.of_all(_add_strongest_pairs([*found.measured, *one_word], layers), found.notes)
 
 
-def _check(heads: object, text: object) -> None:
-    if not isinstance(heads, (Heads, Mapping)):
-        raise WrongType(
-            f"heads must be a Heads, or a mapping of names to Heads as `capture` returns it, got {kind_of(heads)}"
-        )
-    if not (text is None or isinstance(text, Text)):
-        raise WrongType(f"text must be a Text or None, got {kind_of(text)}")
+def _check_text(text: object) -> None:
+    if not (text is None or isinstance(text, Tokens)):
+        raise WrongType(f"text must be Tokens or None, got {describe_type(text)}")
 
 
-def allowed(heads: Heads, at: Int[Tensor, " queries"], batch: int = 0) -> Bool[Tensor, "queries keys"]:
-    """Which keys these queries may look at, in the first head of a row of the batch."""
-    call, keys = heads._part.call, heads.shape[-1]
-    key, first = torch.arange(keys, device=at.device), torch.zeros(1, 1, 1, dtype=torch.long, device=at.device)
-    may = call.over.allows(first, at[:, None], key).expand(*call.sizes.batch, 1, len(at), keys)
-    if call.bias is not None:
-        bias = call.bias.expand(*call.sizes.batch, *call.bias.shape[-3:-2], *call.sizes[2:])
-        may = may & (bias[..., :1, at, :] > _MASKED)
-    return may.reshape(-1, len(at), keys)[min(batch, may.shape[:-3].numel() - 1)].cpu()
-
-
-class _Look(NamedTuple):
+class _LayerEvidence(NamedTuple):
     """What the heads of one layer do in one text."""
 
     layer: int
     heads: list[int]
-    places: dict[str, Count]
-    one_word: Count
+    places: dict[str, ScoreSums]
+    one_word: ScoreSums
     words: int
-    # by the name of a place, "words" for any two words, and a relation with its direction
-    pairs: dict[str | tuple[str, int], Pairs]
+    pairs: dict[PairKind, PairPerHead]
     annotated: bool
 
 
-def _cards(looks: Sequence[_Look]) -> tuple[list[Card], list[Card]]:
-    """The cards of places and spread, and those of one word for all."""
-    if not looks:
+def _make_text_cards(layers: Sequence[_LayerEvidence]) -> tuple[list[Card], list[Card]]:
+    """The cards of positions and spread, and those of one word for all."""
+    if not layers:
         return [], []
-    where = [(look.layer, head) for look in looks for head in look.heads]
-    names = [name for name in looks[0].places if all(name in look.places for look in looks)]
-    counts = {name: _joined([look.places[name] for look in looks]) for name in names}
-    family = len(where) * (len(names) + 1)
-    one_word = {"one word for all": _joined([look.one_word for look in looks])}
+    heads = [(layer.layer, head) for layer in layers for head in layer.heads]
+    names = [name for name in layers[0].places if all(name in layer.places for layer in layers)]
+    counts = {name: _concatenate_layers([layer.places[name] for layer in layers]) for name in names}
+    family = len(heads) * (len(names) + 1)
+    one_word = {_ONE_WORD_ROLE: _concatenate_layers([layer.one_word for layer in layers])}
     # one of the words is picked, too
     return (
-        cards_of(where, counts, family, "this text"),
-        cards_of(where, one_word, family * max(look.words for look in looks), "this text"),
+        make_cards(heads, counts, family, "this text"),
+        make_cards(heads, one_word, family * max(layer.words for layer in layers), "this text"),
     )
 
 
-def _joined(counts: Sequence[Count]) -> Count:
-    """The heads of all layers side by side."""
+def _concatenate_layers(counts: Sequence[ScoreSums]) -> ScoreSums:
+    """The counts of all layers, head after head."""
     total, weight, base = (torch.cat(parts) for parts in zip(*(count[:3] for count in counts), strict=True))
-    return Count(total, weight, base, min(count.cases for count in counts))
+    return ScoreSums(total, weight, base, min(count.cases for count in counts))
 
 
-def _with_pairs(cards: Sequence[Card], looks: Sequence[_Look]) -> list[Card]:
+def _add_strongest_pairs(cards: Sequence[Card], layers: Sequence[_LayerEvidence]) -> list[Card]:
     pairs = {
-        (look.layer, head, kind): pair
-        for look in looks
-        for kind, of in look.pairs.items()
-        for head, pair in zip(look.heads, of, strict=True)
+        (layer.layer, head, kind): pair
+        for layer in layers
+        for kind, of_heads in layer.pairs.items()
+        for head, pair in zip(layer.heads, of_heads, strict=True)
     }
-    artefacts = {(card.layer, card.head) for card in cards if card.role == "one word for all" and card.stands_out}
-    annotated = any(look.annotated for look in looks)
-    told = []
+    artefacts = {(card.layer, card.head) for card in cards if card.role == _ONE_WORD_ROLE and card.stands_out}
+    annotated = any(layer.annotated for layer in layers)
+    result = []
     for card in cards:
-        misleading = _PROBES.get(card.role, "pairs") == "pairs" and (card.layer, card.head) in artefacts
-        kind = None if misleading else _kind(card, annotated)
-        pair = None if kind is None else pairs.get((card.layer, card.head, kind))
-        told.append(card._replace(pair=pair))
-    return told
+        misleading = _PROBE_BY_ROLE.get(card.role, "pairs") == "pairs" and (card.layer, card.head) in artefacts
+        kind = None if misleading else _pair_kind(card, annotated)
+        result.append(card._replace(pair=None if kind is None else pairs.get((card.layer, card.head, kind))))
+    return result
 
 
-def _kind(card: Card, annotated: bool) -> str | tuple[str, int] | None:
-    """Among which pairs the strongest one tells something about a role."""
+def _pair_kind(card: Card, annotated: bool) -> PairKind | None:
+    """The kind of pairs whose strongest is evidence for a role."""
     role = next((role for role in ROLES if role.name == card.role), None)
     if role is None:
         return None
@@ -156,79 +147,91 @@ def _kind(card: Card, annotated: bool) -> str | tuple[str, int] | None:
         return "words"
     if role.relation is None:
         return role.name
-    # where nothing is known of the text, the head's strongest pair says nothing about the role
+    # without annotations, the strongest pair of a head says nothing about the role
     return (role.relation.name, int(card.direction != role.direction(0))) if annotated else None
 
 
-def _looks(
-    heads: Heads | Mapping[str, Heads], text: Text | None, batch: int, sentence: Sentence | None = None
-) -> list[_Look]:
-    views = [heads] if isinstance(heads, Heads) else list(heads.values())
-    for view in views:
-        if not isinstance(view, Heads):
-            raise ValueError(f"heads: there is a {type(view).__name__}; weights are needed: capture without metrics=")
-    looks = []
-    for layer, view in enumerate(views):
+def _collect_evidence(
+    heads: Heads | Mapping[str, Heads], text: Tokens | None, batch: int, sentence: Sentence | None = None
+) -> list[_LayerEvidence]:
+    """The evidence of every layer in which the text attends to itself."""
+    measured = MeasuredHeads.of(heads, batch)
+    found = []
+    for number, layer in enumerate(measured.layers.values()):
+        view = layer.heads
         tokens = view.shape[-1]
-        own = not isinstance(view._part, EdgePart) and view.shape[-2] == tokens == view._part.call.sizes.queries
-        if own and (text is None or len(text.pieces) == tokens):
-            rows = view.shape[:-3].numel()
-            if not 0 <= batch < rows:
-                raise ValueError(f"batch: it is {batch}; there are {rows} rows")
-            with torch.no_grad():
-                read = text or Text.of_words([str(i) for i in range(tokens)])
-                looks.append(_look(layer, view, read, batch, sentence))
-    if text is not None and views and not looks:
+        is_self = not is_on_graph(view) and view.shape[-2] == tokens == view.part.call.sizes.queries
+        if is_self and (text is None or len(text) == tokens):
+            rows = count_batch_rows(view)
+            check_integer("batch", batch, 0, rows - 1, hint=f"there are {rows} rows")
+            read = Tokens.of_pieces([str(i) for i in range(tokens)]) if text is None else text
+            found.append(_LayerReader(layer, read, batch, sentence).read(number))
+    if text is not None and measured and not found:
+        shapes = ", ".join(str(tuple(view.shape)) for view in list(measured.values())[:3])
         raise ValueError(
-            f"text: it has {len(text.pieces)} pieces; no layer attends from so many tokens to themselves: "
-            f"{', '.join(str(tuple(view.shape)) for view in views[:3])}"
+            f"text must have as many pieces as a layer has tokens that attend to themselves, got {len(text)} pieces and layers of {shapes}"
         )
-    return looks
+    return found
 
 
-def _look(layer: int, view: Heads, text: Text, batch: int, sentence: Sentence | None) -> _Look:
-    numbers = view._part.numbers("heads").tolist()
-    special = torch.tensor(text.special, dtype=torch.bool)
-    sums: dict[str, Count] = {}
-    best: dict[str | tuple[str, int], _Strongest] = {}
-    tops, strengths, queries, chances = [], [], [], []
-    for words, at in _parts(text, len(numbers)):
-        weights = view.select(queries=at).weights.float().cpu()
-        weights = weights.reshape(-1, *weights.shape[-3:])[batch]
-        may = allowed(view, torch.tensor(at, device=view.device), batch)
-        for name, count in places(weights, torch.tensor(at), may, special).items():
-            sums[name] = sums[name] + count if name in sums else count
-        rows = Text(tuple(text.pieces[i] for i in at), _renumbered(text, at), tuple(text.words[word] for word in words))
-        between = by_word(weights, rows, text)
+class _LayerReader:
+    """Reads the weights of one layer in one text, some words at a time."""
+
+    def __init__(self, layer: MeasuredLayer, text: Tokens, batch: int, sentence: Sentence | None) -> None:
+        self._layer, self._text, self._batch, self._sentence = layer, text, batch, sentence
+        self._heads: list[int] = layer.heads.part.indices("heads").tolist()
+        self._special = torch.tensor(text.special, dtype=torch.bool)
+        self._places: dict[str, ScoreSums] = {}
+        self._best: dict[PairKind, _StrongestPairs] = {}
+        self._one_word = _OneWordCounter(len(self._heads), text.words)
+
+    @torch.no_grad()
+    def read(self, number: int) -> _LayerEvidence:
+        """Read all words, or 512 of a long text."""
+        for words, at in _word_blocks(self._text, len(self._heads)):
+            self._read_words(words, at)
+        pairs = {kind: best.pairs for kind, best in self._best.items()}
+        count, one_word_pairs = self._one_word.result()
+        if one_word_pairs:
+            pairs[_ONE_WORD_ROLE] = one_word_pairs
+        total = len(self._text.words)
+        return _LayerEvidence(number, self._heads, self._places, count, total, pairs, self._sentence is not None)
+
+    def _read_words(self, words: list[int], at: list[int]) -> None:
+        """Read some words, whose pieces are the queries `at`."""
+        text, view = self._text, self._layer.heads
+        weights = self._layer.weights_of(at)
+        mask = allowed_keys_mask(view, torch.tensor(at, device=view.device), self._batch)
+        for name, count in score_positional_roles(weights, torch.tensor(at), mask, self._special).items():
+            self._places[name] = self._places[name] + count if name in self._places else count
+        rows = Tokens.of_pieces(
+            [text.pieces[i] for i in at], _renumber_words(text, at), [text.words[word] for word in words]
+        )
+        between = word_attention(weights, rows, text)
         between[:, torch.arange(len(words)), words] = 0.0
-        strength, top = strongest(between)
-        # a word that may look at hardly any other has no choice: the first words of a causal model
-        choices = (by_word(may.float(), rows, text) > 0).sum(-1) - 1
-        even = between.sum(-1) / choices.clamp(min=1)
-        top = top.masked_fill((choices < _CHOICE) | ~(strength > _CLEARLY * even), -1)
-        chances.append(1 / choices[choices >= _CHOICE].double())
-        tops.append(top)
-        strengths.append(strength)
-        queries += words
-        best.setdefault("words", _Strongest(text.words)).see(between, words)
-        for relation, pairs in _related(sentence):
-            joined = torch.zeros(len(text.words), len(text.words))
-            joined[tuple(zip(*pairs, strict=True))] = 1.0
-            best.setdefault(relation, _Strongest(text.words)).see(between * joined[words], words)
-        masks = {name: key[:, None] == torch.arange(len(special)) for name, key in targets(torch.tensor(at)).items()}
-        for name, mask in (masks | {"delimiter": special.expand(len(at), -1)}).items():
-            best.setdefault(name, _Strongest(text.pieces)).see(weights * mask, at)
-    told = {kind: of.pairs for kind, of in best.items()}
-    top = torch.cat(tops, -1) if tops else torch.zeros(len(numbers), 0, dtype=torch.long)
-    one_word, word = _one_word(top, len(text.words), torch.cat(chances) if chances else torch.zeros(0))
-    if tops:
-        to_it = torch.cat(strengths, -1) * (top == word[:, None])
-        ends = zip(to_it.argmax(-1).tolist(), word.tolist(), to_it.amax(-1).tolist(), strict=True)
-        told["one word for all"] = [(text.words[queries[row]], text.words[end], value) for row, end, value in ends]
-    return _Look(layer, numbers, sums, one_word, len(text.words), told, sentence is not None)
+        self._one_word.add(between, (word_attention(mask.float(), rows, text) > 0).sum(-1) - 1, words)
+        self._keep_strongest_word_pairs(between, words)
+        self._keep_strongest_piece_pairs(weights, at)
+
+    def _keep_strongest_word_pairs(self, between: Float[Tensor, "heads some words"], words: list[int]) -> None:
+        """Keep the strongest pairs of words: of any two, and of each relation and direction."""
+        names = self._text.words
+        self._best.setdefault("words", _StrongestPairs(names)).see(between, words)
+        for relation, pairs in _pairs_by_relation(self._sentence):
+            related = torch.zeros(len(names), len(names))
+            related[tuple(zip(*pairs, strict=True))] = 1.0
+            self._best.setdefault(relation, _StrongestPairs(names)).see(between * related[words], words)
+
+    def _keep_strongest_piece_pairs(self, weights: Float[Tensor, "heads some keys"], at: list[int]) -> None:
+        """Keep the strongest pairs of pieces for each positional role."""
+        key = torch.arange(len(self._special))
+        masks: dict[str, Bool[Tensor, "some keys"]]
+        masks = {name: target[:, None] == key for name, target in target_position_per_role(torch.tensor(at)).items()}
+        for name, mask in (masks | {"delimiter": self._special.expand(len(at), -1)}).items():
+            self._best.setdefault(name, _StrongestPairs(self._text.pieces)).see(weights * mask, at)
 
 
-def _related(sentence: Sentence | None) -> Iterator[tuple[tuple[str, int], Sequence[tuple[int, int]]]]:
+def _pairs_by_relation(sentence: Sentence | None) -> Iterator[tuple[tuple[str, int], Sequence[tuple[int, int]]]]:
     """The pairs of a sentence by relation and direction."""
     for name, pairs in () if sentence is None else sentence.pairs.items():
         if pairs:
@@ -236,19 +239,19 @@ def _related(sentence: Sentence | None) -> Iterator[tuple[tuple[str, int], Seque
             yield (name, 1), [(end, start) for start, end in pairs]
 
 
-def _parts(text: Text, heads: int) -> Iterator[tuple[list[int], list[int]]]:
+def _word_blocks(text: Tokens, heads: int) -> Iterator[tuple[list[int], list[int]]]:
     """Some words at a time, with their pieces: as many as fit a block of weights."""
     pieces: dict[int, list[int]] = {}
     for piece, word in enumerate(text.word_of):
         if word is not None:
             pieces.setdefault(word, []).append(piece)
     all_words = sorted(pieces)
-    chosen = torch.linspace(0, max(0, len(all_words) - 1), min(_WORDS, len(all_words))).long().unique().tolist()
-    room = max(1, _BLOCK // (heads * len(text.pieces)))
+    chosen = torch.linspace(0, max(0, len(all_words) - 1), min(_MAX_WORDS, len(all_words))).long().unique().tolist()
+    limit = max(1, _MAX_BLOCK_WEIGHTS // (heads * len(text.pieces)))
     words: list[int] = []
     at: list[int] = []
     for word in (all_words[number] for number in chosen):
-        if words and len(at) + len(pieces[word]) > room:
+        if words and len(at) + len(pieces[word]) > limit:
             yield words, at
             words, at = [], []
         words, at = [*words, word], [*at, *pieces[word]]
@@ -256,40 +259,70 @@ def _parts(text: Text, heads: int) -> Iterator[tuple[list[int], list[int]]]:
         yield words, at
 
 
-def _renumbered(text: Text, at: Sequence[int]) -> tuple[int, ...]:
+def _renumber_words(text: Tokens, at: Sequence[int]) -> tuple[int, ...]:
     """The words of some pieces, counted from 0."""
     words = [text.word_of[piece] for piece in at]
     number = {word: i for i, word in enumerate(dict.fromkeys(words))}
     return tuple(number[word] for word in words)
 
 
-def _one_word(
-    top: Int[Tensor, "heads some"], words: int, chances: Float[Tensor, " asked"]
-) -> tuple[Count, Int[Tensor, " heads"]]:
-    """How many of the other words look most at the word that most look at; and which it is.
+class _OneWordCounter:
+    """How many of the other words attend most to the word that most attend to, per head."""
 
-    `chances` are those of each word that has a choice, to look at one certain word.
-    """
-    others = max(0, len(chances) - 1)
-    chosen = torch.zeros(len(top), max(1, words) + 1).scatter_add_(1, top + 1, torch.ones_like(top, dtype=torch.float))
-    most, word = chosen[:, 1:].max(-1)
-    weight = torch.full((len(top),), float(others), dtype=torch.float64)
-    expected = weight * (float(chances.mean()) if len(chances) else 1.0)
-    return Count(most.double().clamp(max=others), weight, expected, others), word
+    def __init__(self, heads: int, words: Sequence[str]) -> None:
+        self._heads, self._words = heads, words
+        self._tops: list[Tensor] = []
+        self._strengths: list[Tensor] = []
+        self._chances: list[Tensor] = []
+        self._queries: list[int] = []
+
+    def add(
+        self, between: Float[Tensor, "heads some words"], others: Int[Tensor, " some"], words: Sequence[int]
+    ) -> None:
+        """Add some words: their attention to all words, and how many other words they may attend to."""
+        strength, top = unique_max(between)
+        uniform = between.sum(-1) / others.clamp(min=1)
+        # the first words of a causal model have hardly any other word to attend to
+        self._tops.append(top.masked_fill((others < _MIN_OTHER_WORDS) | ~(strength > _MIN_TIMES_UNIFORM * uniform), -1))
+        self._strengths.append(strength)
+        self._chances.append(1 / others[others >= _MIN_OTHER_WORDS].double())
+        self._queries += words
+
+    def result(self) -> tuple[ScoreSums, PairPerHead]:
+        """The count, and for each head the strongest pair with its word; no pairs without words."""
+        top = torch.cat(self._tops, -1) if self._tops else torch.zeros(self._heads, 0, dtype=torch.long)
+        chances = torch.cat(self._chances) if self._chances else torch.zeros(0)
+        number, word = self._most_chosen(top)
+        others = max(0, len(chances) - 1)
+        weight = torch.full((self._heads,), float(others), dtype=torch.float64)
+        expected = weight * (float(chances.mean()) if len(chances) else 1.0)
+        count = ScoreSums(number.double().clamp(max=others), weight, expected, others)
+        if not self._tops:
+            return count, []
+        to_word = torch.cat(self._strengths, -1) * (top == word[:, None])
+        ends = zip(to_word.argmax(-1).tolist(), word.tolist(), to_word.amax(-1).tolist(), strict=True)
+        return count, [(self._words[self._queries[row]], self._words[end], value) for row, end, value in ends]
+
+    def _most_chosen(self, top: Int[Tensor, "heads some"]) -> tuple[Tensor, Int[Tensor, " heads"]]:
+        """The word that is strongest for most words, and for how many."""
+        votes = torch.zeros(len(top), max(1, len(self._words)) + 1)
+        votes.scatter_add_(1, top + 1, torch.ones_like(top, dtype=torch.float))
+        number, word = votes[:, 1:].max(-1)
+        return number, word
 
 
-class _Strongest:
-    """The strongest pair of each head so far; what even attention would give is none."""
+class _StrongestPairs:
+    """The strongest pair of each head so far; it must be stronger than in uniform attention."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names = names
-        self.pairs: Pairs = []
+        self.pairs: PairPerHead = []
 
     def see(self, weights: Float[Tensor, "heads rows columns"], rows: Sequence[int]) -> None:
         strength, place = weights.flatten(1).max(-1)
         self.pairs = self.pairs or [None] * len(weights)
         for head, (value, at) in enumerate(zip(strength.tolist(), place.tolist(), strict=True)):
-            known = self.pairs[head]
-            if value > (1 / weights.shape[-1] if known is None else known[2]):
+            best = self.pairs[head]
+            if value > (1 / weights.shape[-1] if best is None else best[2]):
                 row, column = divmod(at, weights.shape[-1])
                 self.pairs[head] = (self._names[rows[row]], self._names[column], value)

@@ -1,4 +1,4 @@
-"""The attention that transformers calls, and its registration."""
+"""The attention function that transformers calls, and its registration."""
 
 from __future__ import annotations
 
@@ -9,45 +9,46 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from polyhead.attend import prepare, run
+from polyhead.attend import run
 from polyhead.interop.huggingface.lazy_mask import BoolMask, LazyMask
-from polyhead.interop.huggingface.mask_function import learn, mask
-from polyhead.interop.huggingface.model_support import NAME, guard
-from polyhead.kernels.reference import weights
+from polyhead.interop.huggingface.mask_function import collect_mask_readers, polyhead_mask
+from polyhead.interop.huggingface.model_support import BACKEND_NAME, patch_transformers_to_check_models
+from polyhead.kernels.reference import pair_weights
 from polyhead.neighbourhood import Causal, Neighbourhood, Window
+from polyhead.prepare import AttentionOptions, check_and_make_call
 from polyhead.score import Dot, Score
 
-_INSTALL = "pip install 'transformers>=5.4'"
+_INSTALL_COMMAND = "pip install 'transformers>=5.4'"
 
 
 def register() -> None:
-    """Make `attn_implementation="polyhead"` known to transformers, for every model that takes its attention from there.
+    """Register `attn_implementation="polyhead"` with transformers, for every model that uses its attention interface.
 
-    After it, `AutoModel.from_pretrained(…, attn_implementation="polyhead")`, `from_config` and
+    Afterwards `AutoModel.from_pretrained(…, attn_implementation="polyhead")`, `from_config` and
     `model.set_attn_implementation("polyhead")` compute attention with polyhead's kernels, in training, evaluation and
-    generation. It adds one entry to each of transformers' tables, of attentions and of masks, and has a model asked
-    before it takes the name: one that computes attention by itself refuses it with a `ValueError`. Other names are as
-    they were. To call it again does no harm.
+    generation. It adds one entry to each of transformers' registries, of attention functions and of mask functions, and
+    checks each model that selects the name: a model that does not use the interface raises a `ValueError`. Other
+    implementations are unchanged. Repeated calls have no effect.
 
     Raises:
-        ImportError: where transformers is not installed, or is too old.
+        ImportError: if transformers is not installed, or is too old.
     """
     try:
         import transformers
         from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
     except ImportError as error:
         raise ImportError(
-            f"transformers: it cannot be imported ({error}); it must be 5.4 or newer: {_INSTALL}"
+            f"transformers must be 5.4 or newer, got an error on import ({error}): {_INSTALL_COMMAND}"
         ) from error
     if "q_offset" not in inspect.signature(masking_utils.sdpa_mask).parameters:
-        raise ImportError(f"transformers: it is {transformers.__version__}; it must be 5.4 or newer: {_INSTALL}")
-    learn(masking_utils)
-    guard()
-    AttentionInterface.register(NAME, attention)
-    AttentionMaskInterface.register(NAME, mask)
+        raise ImportError(f"transformers must be 5.4 or newer, got {transformers.__version__}: {_INSTALL_COMMAND}")
+    collect_mask_readers(masking_utils)
+    patch_transformers_to_check_models()
+    AttentionInterface.register(BACKEND_NAME, polyhead_attention_forward)
+    AttentionMaskInterface.register(BACKEND_NAME, polyhead_mask)
 
 
-def attention(
+def polyhead_attention_forward(
     module: nn.Module,
     query: Float[Tensor, "batch heads queries dim"],
     key: Float[Tensor, "batch key_heads keys dim"],
@@ -65,44 +66,44 @@ def attention(
     output_attentions: bool | None = False,
     **_: Any,
 ) -> tuple[Float[Tensor, "batch queries heads value_dim"], Float[Tensor, "batch heads queries keys"] | None]:
-    """One attention of a transformers model: its tensors, masks and options as transformers hands them over.
+    """One attention call of a transformers model, with tensors, masks and options as transformers passes them.
 
-    Its other options are left unread, as transformers' own attentions do: a window is in the mask already.
+    Other options are ignored, as in transformers' own attention functions: a window is already in the mask.
     """
-    _refuse_found_keys(cache, indices=indices, block_indices=block_indices)
-    query, key, value = _narrowed(query, key, value)
+    _refuse_selected_keys(cache, indices=indices, block_indices=block_indices)
+    query, key, value = _cast_for_autocast(query, key, value)
     over: Neighbourhood | Tensor | None = None
     bias, queries, keys = position_bias, query.shape[2], key.shape[2]
     allowed = attention_mask.allowed if isinstance(attention_mask, LazyMask) else None
-    if allowed is not None and not allowed.given and allowed.shape[2:] == (queries, keys):
-        over, seen = allowed.over, allowed.seen
+    if allowed is not None and not allowed.exposed and allowed.shape[2:] == (queries, keys):
+        over, used = allowed.over, allowed.used_keys
     elif attention_mask is not None:
-        seen = keys
-        given = attention_mask.numbers() if isinstance(attention_mask, BoolMask) else attention_mask
-        if given.dtype == torch.bool:
-            over = given
-        elif given.is_floating_point():
-            bias = given if bias is None else bias + given
+        used = keys
+        plain = attention_mask.tensor() if isinstance(attention_mask, BoolMask) else attention_mask
+        if plain.dtype == torch.bool:
+            over = plain
+        elif plain.is_floating_point():
+            bias = plain if bias is None else bias + plain
         else:
             raise ValueError(
-                f"attention_mask: it is {given.dtype}; it must be bool, True = may attend, or floating-point numbers to add"
+                f"attention_mask must be bool, True = may attend, or floating-point values to add, got {plain.dtype}; pass mask.bool()"
             )
     else:
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        over, seen = _without_mask(bool(causal), queries, keys)
-    if seen < keys:
-        key, value, bias = key[:, :, :seen], value[:, :, :seen], None if bias is None else bias[..., :seen]
+        over, used = _neighbourhood_without_mask(bool(causal), queries, keys)
+    if used < keys:
+        key, value, bias = key[:, :, :used], value[:, :, :used], None if bias is None else bias[..., :used]
     score: Score = Dot(scaling) if softcap is None else CappedDot(softcap, scaling)
-    call = prepare(query, key, value, over=over, score=score, position=None, bias=bias, sink=s_aux, dropout=dropout)
+    call = check_and_make_call(query, key, value, AttentionOptions(over, score, bias=bias, sink=s_aux, dropout=dropout))
     out = run(call)[0].transpose(1, 2).contiguous()
     if not output_attentions:
         return out, None
-    return out, nn.functional.pad(weights(call).to(out.dtype), (0, keys - seen))
+    return out, nn.functional.pad(pair_weights(call).to(out.dtype), (0, keys - used))
 
 
-def _refuse_found_keys(cache: object, **chosen: Tensor | None) -> None:
-    """Refuse keys that are found otherwise than by a mask: in pages, or by their numbers."""
-    for name, value in {"cache": cache, **chosen}.items():
+def _refuse_selected_keys(cache: object, **indices: Tensor | None) -> None:
+    """Refuse keys that are selected without a mask: by a paged cache, or by their indices."""
+    for name, value in {"cache": cache, **indices}.items():
         if value is not None:
             remedy = "use generate, or 'sdpa'" if name == "cache" else "use attn_implementation='eager'"
             raise ValueError(
@@ -112,12 +113,12 @@ def _refuse_found_keys(cache: object, **chosen: Tensor | None) -> None:
 
 
 class CappedDot(Score):
-    """score(q, k) = cap · tanh(scale · qᵀk / cap): scores that stay between -cap and cap (Gemma 2)."""
+    """score(q, k) = cap · tanh(scale · qᵀk / cap): scores between -cap and cap (Gemma 2)."""
 
     def __init__(self, cap: float, scale: float | None = None) -> None:
         super().__init__()
         if cap <= 0:
-            raise ValueError(f"softcap: it is {cap}; it must be more than 0, or None")
+            raise ValueError(f"softcap must be more than 0, or None, got {cap}")
         self.cap, self.dot = cap, Dot(scale)
 
     def forward(self, q: Tensor, k: Tensor) -> Tensor:
@@ -125,18 +126,18 @@ class CappedDot(Score):
         return torch.tanh(s / self.cap) * self.cap
 
 
-def _narrowed(*tensors: Tensor) -> list[Tensor]:
-    """The tensors in the dtype that autocast would give to torch's attention; a rotation may have widened some."""
+def _cast_for_autocast(*tensors: Tensor) -> list[Tensor]:
+    """Cast tensors to the dtype that autocast uses for torch's attention; rotary embeddings may have widened some."""
     device = tensors[0].device.type
     if not torch.is_autocast_enabled(device):
         return list(tensors)
     return [x.to(torch.get_autocast_dtype(device)) for x in tensors]
 
 
-def _without_mask(causal: bool, queries: int, keys: int) -> tuple[Neighbourhood | None, int]:
-    """Who may attend where there is no mask, and to how many of the keys: as transformers asks torch's attention.
+def _neighbourhood_without_mask(causal: bool, queries: int, keys: int) -> tuple[Neighbourhood | None, int]:
+    """The neighbourhood without a mask, and the number of keys in use, as transformers calls torch's attention.
 
-    Query i attends to the keys 0 … i, however many there are; a single query attends to all.
+    If causal, query i attends to the keys 0 … i, for any number of keys; a single query attends to all.
     """
     if not causal or queries == 1:
         return None, keys

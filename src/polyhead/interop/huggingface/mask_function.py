@@ -1,4 +1,4 @@
-"""The masks of transformers' models, read as neighbourhoods."""
+"""Read the masks of transformers' models as neighbourhoods."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from polyhead._torch import values_unavailable
-from polyhead.interop.huggingface.lazy_mask import Allowed, BoolMask, LazyMask
+from polyhead._torch import is_tracing_or_dataless
+from polyhead.interop.huggingface.lazy_mask import BoolMask, LazyMask, NeighbourhoodMask
 from polyhead.neighbourhood import Causal, Dense, Neighbourhood, Padding, Segments, Window
 
 
-def mask(
+def polyhead_mask(
     batch_size: int,
     q_length: int,
     kv_length: int,
@@ -26,28 +26,28 @@ def mask(
     device: torch.device | str = "cpu",
     **options: Any,
 ) -> Tensor | None:
-    """The mask of a model's attentions, called by transformers: lazy where it is understood, transformers' own elsewhere."""
+    """The mask function that transformers calls: returns a lazy mask if it can read the function, otherwise transformers' own."""
     from transformers.masking_utils import causal_mask_function, sdpa_mask
 
     theirs: Any = sdpa_mask
     function = causal_mask_function if mask_function is None else mask_function
-    # a step with a static cache may be compiled, and its mask has to be of one kind at every step
-    fixed = q_length == 1 and not options.get("allow_is_causal_skip", True)
-    # what is traced runs later, with other numbers
-    traced = values_unavailable() or torch._C._is_tracing()
-    if not fixed and not traced:
-        place = _Place(batch_size, q_length, kv_length, int(q_offset), int(kv_offset), torch.device(device))
-        lazy = _understood(function, attention_mask, place)
+    # a step with a static cache may be compiled, so its mask must have the same type at every step
+    static_step = q_length == 1 and not options.get("allow_is_causal_skip", True)
+    # traced code runs later, with other values
+    traced = is_tracing_or_dataless() or torch._C._is_tracing()
+    if not static_step and not traced:
+        extent = _MaskExtent(batch_size, q_length, kv_length, int(q_offset), int(kv_offset), torch.device(device))
+        lazy = _read_mask_function(function, attention_mask, extent)
         if lazy is not None:
             return lazy
     made: Tensor | None = theirs(
         batch_size, q_length, kv_length, q_offset, kv_offset, function, attention_mask, device=device, **options
     )
-    return made if made is None or fixed or traced else BoolMask(made)
+    return made if made is None or static_step or traced else BoolMask(made)
 
 
-class _Place(NamedTuple):
-    """Where queries and keys stand: query number i at i + q_offset, key number j at j + kv_offset."""
+class _MaskExtent(NamedTuple):
+    """The sizes and offsets of a mask: query i has position i + q_offset, key j has position j + kv_offset."""
 
     batch: int
     queries: int
@@ -58,131 +58,134 @@ class _Place(NamedTuple):
 
     @property
     def aligned(self) -> bool:
-        """Whether the last query stands at the last key, as neighbourhoods count."""
+        """Whether the last query and the last key have the same position, as in our neighbourhoods."""
         return self.q_offset + self.queries == self.kv_offset + self.keys and self.queries <= self.keys
 
 
-def _understood(
-    function: Callable[..., Any], attention_mask: Tensor | None, place: _Place, readers: _Readers | None = None
+def _read_mask_function(
+    function: Callable[..., Any],
+    attention_mask: Tensor | None,
+    extent: _MaskExtent,
+    readers: _ReaderByCode | None = None,
 ) -> LazyMask | None:
-    """The mask that a function of transformers describes, with the padding of the batch; None where it is not known."""
-    readers = _readers if readers is None else readers
-    parts = list(_parts(function))
+    """The mask of a mask function of transformers, with the padding of the batch; None if the function is unknown."""
+    readers = _reader_by_code if readers is None else readers
+    parts = list(_split_and_masks(function))
     known = [readers.get(getattr(part, "__code__", None)) for part in parts]
-    causal = any(reader is _causal for reader in known)
-    # nobody looks beyond the last query
-    seen = min(place.keys, place.q_offset + place.queries - place.kv_offset) if causal else place.keys
-    near = place._replace(keys=seen)
+    causal = any(reader is _read_causal for reader in known)
+    # no query attends to keys after the last query
+    used = min(extent.keys, extent.q_offset + extent.queries - extent.kv_offset) if causal else extent.keys
+    used_extent = extent._replace(keys=used)
     over: Neighbourhood = Dense()
     for part, reader in zip(parts, known, strict=True):
-        read = None if reader is None else reader(_enclosed(part), near)
-        if read is None:
+        part_over = None if reader is None else reader(_closure_variables(part), used_extent)
+        if part_over is None:
             return None
-        over = over & read
+        over = over & part_over
     if attention_mask is not None:
-        if attention_mask.dim() != 2 or len(attention_mask) != place.batch:
+        if attention_mask.dim() != 2 or len(attention_mask) != extent.batch:
             return None
-        keep = attention_mask[:, place.kv_offset : place.kv_offset + seen].to(place.device, torch.bool)
-        keep = nn.functional.pad(keep, (0, seen - keep.shape[1]))
+        keep = attention_mask[:, extent.kv_offset : extent.kv_offset + used].to(extent.device, torch.bool)
+        keep = nn.functional.pad(keep, (0, used - keep.shape[1]))
         if not keep.all():
             over = over & Padding(keep, queries=False)
-    return LazyMask(Allowed(over, seen, (place.batch, 1, place.queries, place.keys), place.device))
+    return LazyMask(NeighbourhoodMask(over, used, (extent.batch, 1, extent.queries, extent.keys), extent.device))
 
 
-_Reader = Callable[[dict[str, Any], _Place], Neighbourhood | None]
-_Readers = dict[CodeType | None, _Reader]
-# by the code of transformers' mask functions; filled by `learn`
-_readers: _Readers = {}
+_MaskReader = Callable[[dict[str, Any], _MaskExtent], Neighbourhood | None]
+_ReaderByCode = dict[CodeType | None, _MaskReader]
+# the code of transformers' mask functions -> their readers; filled by `collect_mask_readers`
+_reader_by_code: _ReaderByCode = {}
 
 
-def _parts(function: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
-    """The functions that `and_masks` has joined; of any other, itself."""
-    joined = getattr(function, "__qualname__", "") == "and_masks.<locals>.and_mask"
-    for part in _enclosed(function).get("mask_functions", ()) if joined else ():
-        yield from _parts(part)
-    if not joined:
+def _split_and_masks(function: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
+    """The functions that `and_masks` combined; for other functions, the function itself."""
+    combined = getattr(function, "__qualname__", "") == "and_masks.<locals>.and_mask"
+    for part in _closure_variables(function).get("mask_functions", ()) if combined else ():
+        yield from _split_and_masks(part)
+    if not combined:
         yield function
 
 
-def _enclosed(function: Any) -> dict[str, Any]:
-    """The variables that a function has taken from around it."""
+def _closure_variables(function: Any) -> dict[str, Any]:
+    """The closure variables of a function."""
     cells = getattr(function, "__closure__", None) or ()
     return dict(zip(function.__code__.co_freevars, (cell.cell_contents for cell in cells), strict=True))
 
 
-def _everyone(enclosed: dict[str, Any], place: _Place) -> Neighbourhood:
+def _read_bidirectional(variables: dict[str, Any], extent: _MaskExtent) -> Neighbourhood:
     return Dense()
 
 
-def _causal(enclosed: dict[str, Any], place: _Place) -> Neighbourhood | None:
-    return Causal() if place.aligned else None
+def _read_causal(variables: dict[str, Any], extent: _MaskExtent) -> Neighbourhood | None:
+    return Causal() if extent.aligned else None
 
 
-def _window(enclosed: dict[str, Any], place: _Place) -> Neighbourhood | None:
-    reach = enclosed["sliding_window"]
-    if not place.aligned or reach < 1:
+def _read_sliding_window(variables: dict[str, Any], extent: _MaskExtent) -> Neighbourhood | None:
+    reach = variables["sliding_window"]
+    if not extent.aligned or reach < 1:
         return None
-    return Dense() if reach >= place.keys else Window(reach - 1, place.keys)
+    return Dense() if reach >= extent.keys else Window(reach - 1, extent.keys)
 
 
-def _both_ways(enclosed: dict[str, Any], place: _Place) -> Neighbourhood | None:
-    reach = enclosed["sliding_window"]
-    if not place.aligned or reach < 0:
+def _read_bidirectional_window(variables: dict[str, Any], extent: _MaskExtent) -> Neighbourhood | None:
+    reach = variables["sliding_window"]
+    if not extent.aligned or reach < 0:
         return None
-    return Dense() if reach >= place.keys else Window(reach)
+    return Dense() if reach >= extent.keys else Window(reach)
 
 
-def _chunks(enclosed: dict[str, Any], place: _Place) -> Neighbourhood | None:
-    first, size = enclosed["left_padding"].to(place.device), enclosed["chunk_size"]
-    if not place.aligned or first.shape != (place.batch,):
+def _read_chunked(variables: dict[str, Any], extent: _MaskExtent) -> Neighbourhood | None:
+    first, size = variables["left_padding"].to(extent.device), variables["chunk_size"]
+    if not extent.aligned or first.shape != (extent.batch,):
         return None
-    position = torch.arange(place.keys, device=place.device) + place.kv_offset
-    number = (position - first[:, None]).div(size, rounding_mode="floor")
-    return Dense() if bool((number[:, :1] == number[:, -1:]).all()) else Segments(number)
+    position = torch.arange(extent.keys, device=extent.device) + extent.kv_offset
+    chunk = (position - first[:, None]).div(size, rounding_mode="floor")
+    return Dense() if bool((chunk[:, :1] == chunk[:, -1:]).all()) else Segments(chunk)
 
 
-def _packed(enclosed: dict[str, Any], place: _Place) -> Neighbourhood | None:
-    ids = enclosed["packed_sequence_mask"]
-    if not place.aligned or place.kv_offset or ids.shape != (place.batch, place.keys):
+def _read_packed_sequences(variables: dict[str, Any], extent: _MaskExtent) -> Neighbourhood | None:
+    ids = variables["packed_sequence_mask"]
+    if not extent.aligned or extent.kv_offset or ids.shape != (extent.batch, extent.keys):
         return None
-    return Segments(ids.to(place.device))
+    return Segments(ids.to(extent.device))
 
 
-def learn(masks: ModuleType) -> None:
-    """Take note of the mask functions of transformers' `masking_utils` that can be read."""
-    _readers.clear()
-    _readers.update(_agreeing(masks))
+def collect_mask_readers(masks: ModuleType) -> None:
+    """Find the mask functions of transformers' `masking_utils` that can be read."""
+    _reader_by_code.clear()
+    _reader_by_code.update(_find_agreeing_readers(masks))
 
 
-def _agreeing(masks: ModuleType) -> _Readers:
-    """The readers of those mask functions that do, in this version of transformers, what the readers say."""
-    found: _Readers = {}
+def _find_agreeing_readers(masks: ModuleType) -> _ReaderByCode:
+    """The readers that agree with the mask functions of this version of transformers."""
+    found: _ReaderByCode = {}
     ids = torch.tensor([[0, 0, 0, 1, 1, 2, 2]]).expand(2, -1)
-    samples: tuple[tuple[str, tuple[Any, ...], _Reader], ...] = (
-        ("bidirectional_mask_function", (), _everyone),
-        ("causal_mask_function", (), _causal),
-        ("sliding_window_overlay", (3,), _window),
-        ("sliding_window_bidirectional_overlay", (2,), _both_ways),
-        ("chunked_overlay", (3, torch.tensor([0, 2])), _chunks),
-        ("packed_sequence_mask_function", (ids,), _packed),
+    samples: tuple[tuple[str, tuple[Any, ...], _MaskReader], ...] = (
+        ("bidirectional_mask_function", (), _read_bidirectional),
+        ("causal_mask_function", (), _read_causal),
+        ("sliding_window_overlay", (3,), _read_sliding_window),
+        ("sliding_window_bidirectional_overlay", (2,), _read_bidirectional_window),
+        ("chunked_overlay", (3, torch.tensor([0, 2])), _read_chunked),
+        ("packed_sequence_mask_function", (ids,), _read_packed_sequences),
     )
     for name, arguments, reader in samples:
         function = getattr(masks, name, None)
         if function is not None:
             function = function(*arguments) if arguments else function
-            if _agrees(masks, function, {function.__code__: reader}):
+            if _agrees_with_transformers(masks, function, {function.__code__: reader}):
                 found[function.__code__] = reader
     return found
 
 
-def _agrees(masks: ModuleType, function: Callable[..., Any], readers: _Readers) -> bool:
-    """Whether a reader gives, for a small example, the mask that transformers builds."""
+def _agrees_with_transformers(masks: ModuleType, function: Callable[..., Any], readers: _ReaderByCode) -> bool:
+    """Whether a reader gives the same mask as transformers for a small example."""
     keep = torch.tensor([[0, 1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 0]]).bool()
-    place = _Place(2, 7, 7, 0, 0, torch.device("cpu"))
-    theirs = masks.sdpa_mask(*place[:5], function, keep, allow_is_causal_skip=False)
+    extent = _MaskExtent(2, 7, 7, 0, 0, torch.device("cpu"))
+    theirs = masks.sdpa_mask(*extent[:5], function, keep, allow_is_causal_skip=False)
     try:
-        ours = _understood(function, keep, place, readers)
-    # what such a function encloses may have got another name
+        ours = _read_mask_function(function, keep, extent, readers)
+    # a closure variable may have another name in this version
     except KeyError:
         return False
-    return ours is not None and torch.equal(ours.allowed.numbers(), theirs)
+    return ours is not None and torch.equal(ours.allowed.tensor(), theirs)

@@ -1,6 +1,6 @@
-"""PyG's attention layers, drop-ins for them: the same constructors, calls and parameters, computed by polyhead.
+"""Drop-ins for PyG's attention layers: the same constructors, calls and parameters, computed by polyhead.
 
-Where torch_geometric can be imported they are its `MessagePassing`; where it cannot they are plain modules.
+If torch_geometric is installed, they are subclasses of its `MessagePassing`; otherwise they are plain modules.
 """
 
 from polyhead.interop.pyg.layers import GATConv, GATv2Conv, TransformerConv

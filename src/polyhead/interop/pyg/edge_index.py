@@ -1,4 +1,4 @@
-"""PyG's edges as a `Graph`: read, given self-loops, sorted, and kept for the next call."""
+"""PyG's edges as a `Graph`: read them, add self-loops, sort them, and cache the result for the next call."""
 
 from __future__ import annotations
 
@@ -14,36 +14,36 @@ from jaxtyping import Float, Int, Integer
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from polyhead._torch import lacks_values, widened
+from polyhead._torch import is_fake_or_meta, to_at_least_fp32
 from polyhead.neighbourhood import Graph
-from polyhead.neighbourhood.csr import starts
-from polyhead.neighbourhood.graph import check_sparse, checked
+from polyhead.neighbourhood.csr import build_indptr
+from polyhead.neighbourhood.graph import check_edge_index, check_sparse_indices
 
-Fill = float | Tensor | str
+FillValue = float | Tensor | str
 
-REDUCTIONS = {"add": "sum", "sum": "sum", "mean": "mean", "min": "amin", "max": "amax", "mul": "prod"}
+SCATTER_REDUCTIONS = {"add": "sum", "sum": "sum", "mean": "mean", "min": "amin", "max": "amax", "mul": "prod"}
 
 
-class Edges(NamedTuple):
-    """The edges that a call goes along: those that were given, then the self-loops that were added."""
+class PreparedEdges(NamedTuple):
+    """The edges of one call: the input edges, then the added self-loops."""
 
     graph: Graph
-    # the numbers of the given edges that are still there; None for all
-    stay: Int[Tensor, " stay"] | None
+    # indices of the input edges that remain; None for all
+    remaining: Int[Tensor, " remaining"] | None
     loops: int
-    # -inf for self-loops that should have gone and could not, 0 for the rest
+    # -inf for self-loops that could not be removed, 0 for all other edges
     bias: Float[Tensor, " edges"] | None
 
-    def given(self, x: Tensor, of_loops: Tensor) -> Tensor:
-        """Rows for all edges, from those of the given ones and those of the added loops."""
-        return torch.cat((x if self.stay is None else x[self.stay], of_loops)) if self.loops else x
+    def extend_to_loops(self, x: Tensor, loop_rows: Tensor) -> Tensor:
+        """Rows for all edges, from those of the input edges and those of the added self-loops."""
+        return torch.cat((x if self.remaining is None else x[self.remaining], loop_rows)) if self.loops else x
 
-    def dressed(self, features: Tensor | None = None, weights: Tensor | None = None) -> Graph:
+    def with_attributes(self, features: Tensor | None = None, weights: Tensor | None = None) -> Graph:
         """The graph with features and weights of its edges."""
         if features is None and weights is None:
             return self.graph
         if torch.compiler.is_compiling():
-            # it was made for this call alone
+            # it is not cached, so it can be changed in place
             self.graph.features, self.graph.weights = features, weights
             return self.graph
         graph = copy.copy(self.graph)
@@ -51,20 +51,21 @@ class Edges(NamedTuple):
         return graph
 
 
-def read(edge_index: object) -> tuple[Integer[Tensor, "2 edges"], Float[Tensor, "edges dim"] | None]:
-    """Sources above destinations, and the features that a sparse matrix holds, if its entries are vectors.
+def read_edge_index(edge_index: object) -> tuple[Integer[Tensor, "2 edges"], Float[Tensor, "edges dim"] | None]:
+    """`edge_index` with sources in row 0 and destinations in row 1 (PyG's convention), and the entries of a sparse matrix
+    as features, if they are vectors.
 
-    Numbers in a sparse matrix are not read: for PyG's layers they say nothing but that an edge is there.
+    Scalar entries are ignored: for PyG's layers they only mark that an edge exists.
     """
     edge_index = edge_index.as_tensor() if is_pyg_edge_index(edge_index) else edge_index
     if not isinstance(edge_index, Tensor):
         raise ValueError(
-            f"edge_index: it is {type(edge_index).__module__}.{type(edge_index).__qualname__}; it must be a tensor "
-            "(2, edges) or a torch sparse matrix. torch_sparse's has to_torch_sparse_csr_tensor()"
+            f"edge_index must be a tensor (2, edges) or a torch sparse matrix, got {type(edge_index).__module__}."
+            f"{type(edge_index).__qualname__}; torch_sparse's SparseTensor has to_torch_sparse_csr_tensor()"
         )
     if edge_index.layout != torch.strided:
-        return _entries(edge_index)
-    return checked(edge_index), None
+        return _read_sparse_matrix(edge_index)
+    return check_edge_index(edge_index), None
 
 
 def is_pyg_edge_index(edge_index: Any) -> TypeGuard[Any]:
@@ -72,8 +73,8 @@ def is_pyg_edge_index(edge_index: Any) -> TypeGuard[Any]:
     return hasattr(edge_index, "as_tensor")
 
 
-def stated_size(edge_index: Any) -> tuple[int | None, int | None]:
-    """How many nodes the numbers of its first row name, and those of its second, where `edge_index` itself says so."""
+def declared_node_counts(edge_index: Any) -> tuple[int | None, int | None]:
+    """The numbers of nodes of the first and the second row that `edge_index` itself declares; None for undeclared ones."""
     if is_pyg_edge_index(edge_index):
         rows, columns = edge_index.sparse_size()
         return rows, columns
@@ -82,57 +83,57 @@ def stated_size(edge_index: Any) -> tuple[int | None, int | None]:
     return None, None
 
 
-def check_stated_size(edge_index: Tensor, nodes: tuple[int, int], loops: bool) -> None:
-    """Raise where `edge_index` itself says of how many nodes it is, and x has not as many."""
-    stated = stated_size(edge_index)
-    pygs = is_pyg_edge_index(edge_index)
+def check_declared_node_counts(edge_index: Tensor, nodes: tuple[int, int], loops: bool) -> None:
+    """Raise if `edge_index` declares other numbers of nodes than x has."""
+    declared = declared_node_counts(edge_index)
+    is_pyg = is_pyg_edge_index(edge_index)
     # an EdgeIndex grows with the self-loops that are added to it
-    least = min(nodes) if pygs and loops else 0
-    if all(said is None or max(said, least) == count for said, count in zip(stated, nodes, strict=True)):
+    minimum = min(nodes) if is_pyg and loops else 0
+    if all(size is None or max(size, minimum) == count for size, count in zip(declared, nodes, strict=True)):
         return
-    if pygs:
-        rule, got = f"an EdgeIndex with sparse_size {nodes}", stated
+    if is_pyg:
+        rule, got = f"an EdgeIndex with sparse_size {nodes}", declared
     else:
-        rule, got = f"a matrix of (destinations, sources) = {nodes[::-1]}", stated[::-1]
-    raise ValueError(f"edge_index must be {rule}, as many nodes as there are in x, got {got}")
+        rule, got = f"a matrix of (destinations, sources) = {nodes[::-1]}", declared[::-1]
+    raise ValueError(f"edge_index must be {rule}, the numbers of nodes in x, got {got}")
 
 
-def with_loops(edge_index: Tensor, loops: int) -> Tensor:
-    """PyG's EdgeIndex with self-loops in the place of its own, as PyG gives it."""
+def replace_self_loops(edge_index: Tensor, loops: int) -> Tensor:
+    """PyG's EdgeIndex with its self-loops replaced by added ones, as PyG returns it."""
     utils = importlib.import_module("torch_geometric.utils")
-    apart, _ = utils.remove_self_loops(edge_index)
-    looped: Tensor = utils.add_self_loops(apart, num_nodes=loops)[0]
+    without, _ = utils.remove_self_loops(edge_index)
+    looped: Tensor = utils.add_self_loops(without, num_nodes=loops)[0]
     return looped
 
 
-def _entries(matrix: Tensor) -> tuple[Int[Tensor, "2 edges"], Float[Tensor, "edges dim"] | None]:
-    """The entries of a sparse matrix with destinations in its rows, in the order in which it holds them."""
-    check_sparse("edge_index", matrix)
+def _read_sparse_matrix(matrix: Tensor) -> tuple[Int[Tensor, "2 edges"], Float[Tensor, "edges dim"] | None]:
+    """The pairs and the entries of a sparse matrix whose rows are destinations, in storage order."""
+    check_sparse_indices("edge_index", matrix)
     if matrix.layout == torch.sparse_coo:
         matrix = matrix.coalesce()
         pairs, values = matrix.indices().flip(0), matrix.values()
     elif matrix.layout == torch.sparse_csr:
-        rows, values = _expanded(matrix.crow_indices(), matrix.col_indices()), matrix.values()
+        rows, values = _indptr_to_indices(matrix.crow_indices(), matrix.col_indices()), matrix.values()
         pairs = torch.stack((matrix.col_indices(), rows))
     elif matrix.layout == torch.sparse_csc:
-        columns, values = _expanded(matrix.ccol_indices(), matrix.row_indices()), matrix.values()
+        columns, values = _indptr_to_indices(matrix.ccol_indices(), matrix.row_indices()), matrix.values()
         pairs = torch.stack((columns, matrix.row_indices()))
     else:
-        raise ValueError(f"edge_index: its layout is {matrix.layout}; it must be sparse_coo, sparse_csr or sparse_csc")
+        raise ValueError(f"edge_index must have the layout sparse_coo, sparse_csr or sparse_csc, got {matrix.layout}")
     if pairs.dim() != 2 or pairs.shape[0] != 2:
-        raise ValueError(f"edge_index: a sparse matrix must have two sparse axes; its shape is {tuple(matrix.shape)}")
+        raise ValueError(f"edge_index must have two sparse axes, got a sparse matrix of shape {tuple(matrix.shape)}")
     return pairs.long(), values if values.dim() > 1 else None
 
 
-def _expanded(first: Tensor, like: Tensor) -> Tensor:
-    number = torch.arange(len(first) - 1, device=like.device, dtype=like.dtype)
-    return number.repeat_interleave(first.diff(), output_size=len(like))
+def _indptr_to_indices(indptr: Tensor, indices: Tensor) -> Tensor:
+    rows = torch.arange(len(indptr) - 1, device=indices.device, dtype=indices.dtype)
+    return rows.repeat_interleave(indptr.diff(), output_size=len(indices))
 
 
-def as_matrix(
+def weights_to_sparse_matrix(
     like: Tensor, pairs: Int[Tensor, "2 edges"], alpha: Float[Tensor, "edges heads"]
 ) -> tuple[Tensor, Tensor]:
-    """A sparse matrix that holds `alpha`, in the layout of another, and `alpha` in the order of its entries."""
+    """A sparse matrix of `alpha` in the layout of `like`, and `alpha` in the order of its entries."""
     source, destination = pairs
     columns, rows = like.shape[1], like.shape[0]
     by_column = like.layout == torch.sparse_csc
@@ -143,110 +144,112 @@ def as_matrix(
         where = torch.stack((destination, source))
         return torch.sparse_coo_tensor(where, alpha, size, check_invariants=False, is_coalesced=True), alpha
     major, minor, length = (source, destination, columns) if by_column else (destination, source, rows)
-    first = starts(major, length)
+    indptr = build_indptr(major, length)
     make = torch.sparse_csc_tensor if by_column else torch.sparse_csr_tensor
-    return make(first, minor, alpha, size, check_invariants=False), alpha
+    return make(indptr, minor, alpha, size, check_invariants=False), alpha
 
 
-def edges(
+def prepare_edges(
     edge_index: Tensor,
     pairs: Integer[Tensor, "2 edges"],
     nodes: tuple[int, int],
     *,
     loops: bool,
-    backwards: bool,
-    exactly: bool,
-) -> Edges:
-    """The sorted edges, from the last time where `edge_index` is what it was then.
+    target_to_source: bool,
+    exact: bool,
+) -> PreparedEdges:
+    """The sorted edges, from the cache if `edge_index` has not changed.
 
     Args:
-        edge_index: what the caller gave; `pairs`: what was read from it.
-        nodes: how many nodes the numbers in the first row of `pairs` name, and those in the second.
-        loops: whether existing self-loops go, and every node that is in both rows gets one.
-        backwards: whether messages go from the second row to the first.
-        exactly: whether they must really be gone. Inside `torch.compile`, and for tensors without values, how many there are is
-            not known; there they stay, with a bias of -inf, unless this is asked for.
+        edge_index: the argument of the caller; `pairs`: the edges that were read from it.
+        nodes: the numbers of nodes of the first and the second row of `pairs`.
+        loops: whether self-loops are removed, and every node of both rows gets a new one.
+        target_to_source: whether messages go from the second row to the first.
+        exact: whether self-loops must be removed from the tensor. Inside `torch.compile`, and for tensors without values,
+            their number is unknown: unless `exact`, they stay with a bias of -inf.
     """
-    key = _key(edge_index, nodes, loops, backwards)
+    key = _edges_cache_key(edge_index, nodes, loops, target_to_source)
     if key is None:
-        unknown = torch.compiler.is_compiling() or lacks_values(pairs)
-        return _made(pairs, nodes, loops, backwards, exactly or not unknown)
-    with _lock:
-        if key in _kept:
-            _kept.move_to_end(key)
-            return _kept[key]
-    # what is made in inference mode could not be used in training
+        unknown = torch.compiler.is_compiling() or is_fake_or_meta(pairs)
+        return _build_edges(pairs, nodes, loops, target_to_source, exact or not unknown)
+    with _edges_cache_lock:
+        if key in _edges_cache:
+            _edges_cache.move_to_end(key)
+            return _edges_cache[key]
+    # tensors that are created in inference mode cannot be used in training
     with torch.inference_mode(False):
-        made = _made(pairs, nodes, loops, backwards, True)
-    if _plain(made.graph.csr.edge_id):
-        _keep(key, made)
+        made = _build_edges(pairs, nodes, loops, target_to_source, True)
+    if _is_cacheable(made.graph.csr.edge_id):
+        _store_in_cache(key, made)
     return made
 
 
-def _made(pairs: Tensor, nodes: tuple[int, int], loops: bool, backwards: bool, exactly: bool) -> Edges:
-    stay = bias = None
+def _build_edges(
+    pairs: Tensor, nodes: tuple[int, int], loops: bool, target_to_source: bool, exact: bool
+) -> PreparedEdges:
+    remaining = bias = None
     count = min(nodes) if loops else 0
     if loops:
-        apart = pairs[0] != pairs[1]
-        if exactly:
-            stay = apart.nonzero()[:, 0]
-            stay = None if len(stay) == pairs.shape[1] else stay
-            pairs = pairs if stay is None else pairs[:, stay]
+        not_loops = pairs[0] != pairs[1]
+        if exact:
+            remaining = not_loops.nonzero()[:, 0]
+            remaining = None if len(remaining) == pairs.shape[1] else remaining
+            pairs = pairs if remaining is None else pairs[:, remaining]
         else:
-            bias = torch.where(torch.cat((apart, apart.new_ones(count))), 0.0, -torch.inf)
+            bias = torch.where(torch.cat((not_loops, not_loops.new_ones(count))), 0.0, -torch.inf)
         pairs = torch.cat((pairs, torch.arange(count, device=pairs.device).expand(2, -1)), 1)
-    if backwards:
+    if target_to_source:
         pairs, nodes = pairs.flip(0), (nodes[1], nodes[0])
-    return Edges(Graph(pairs, nodes), stay, count, bias)
+    return PreparedEdges(Graph(pairs, nodes), remaining, count, bias)
 
 
-def of_loops(
-    fill: Fill, features: Float[Tensor, "edges ..."], pairs: Integer[Tensor, "2 edges"], nodes: int, loops: int
+def self_loop_features(
+    fill: FillValue, features: Float[Tensor, "edges ..."], pairs: Integer[Tensor, "2 edges"], nodes: int, loops: int
 ) -> Float[Tensor, "loops ..."]:
-    """The features of added self-loops: `fill` itself, or what it names of the features of each node's other in-edges."""
+    """The features of added self-loops: the value `fill`, or the reduction `fill` of the features of each node's other in-edges."""
     if not isinstance(fill, str):
         filled = torch.as_tensor(fill, dtype=features.dtype, device=features.device)
         return filled.expand(loops, *features.shape[1:])
     source, destination = pairs.long()
-    # existing self-loops go to one node too many
+    # existing self-loops go to an extra node, which is dropped
     at = torch.where(source == destination, nodes, destination)
     at = at.reshape(-1, *(1,) * (features.dim() - 1)).expand_as(features)
-    wide = widened(features)
-    room = wide.new_full((nodes + 1, *wide.shape[1:]), 1.0 if fill == "mul" else 0.0)
-    return room.scatter_reduce(0, at, wide, REDUCTIONS[fill], include_self=False)[:loops].to(features.dtype)
+    wide = to_at_least_fp32(features)
+    initial = wide.new_full((nodes + 1, *wide.shape[1:]), 1.0 if fill == "mul" else 0.0)
+    return initial.scatter_reduce(0, at, wide, SCATTER_REDUCTIONS[fill], include_self=False)[:loops].to(features.dtype)
 
 
-# What was sorted, for all layers: the storages that an edge_index lives in, by weak references, say whether it is the
-# same. A reference that is held keeps the address from being used again, but not the numbers in memory.
-Part = tuple[StorageWeakRef, Hashable]
-Key = tuple[tuple[Part, ...], Hashable]
-_kept: OrderedDict[Key, Edges] = OrderedDict()
-_lock = threading.Lock()
-KEPT = 32
+# Sorted edges, for all layers. An edge_index is identified by weak references to its storages: a weak reference prevents the
+# reuse of the address, but does not keep the data alive.
+TensorIdentity = tuple[StorageWeakRef, Hashable]
+EdgesCacheKey = tuple[tuple[TensorIdentity, ...], Hashable]
+_edges_cache: OrderedDict[EdgesCacheKey, PreparedEdges] = OrderedDict()
+_edges_cache_lock = threading.Lock()
+EDGES_CACHE_SIZE = 32
 
 
-def _keep(key: Key, made: Edges) -> None:
-    with _lock:
-        _kept[key] = made
-        for old in [old for old in _kept if any(storage.expired() for storage, _ in old[0])]:
-            del _kept[old]
-        while len(_kept) > KEPT:
-            _kept.popitem(last=False)
+def _store_in_cache(key: EdgesCacheKey, made: PreparedEdges) -> None:
+    with _edges_cache_lock:
+        _edges_cache[key] = made
+        for old in [old for old in _edges_cache if any(storage.expired() for storage, _ in old[0])]:
+            del _edges_cache[old]
+        while len(_edges_cache) > EDGES_CACHE_SIZE:
+            _edges_cache.popitem(last=False)
 
 
-def _key(edge_index: Tensor, *more: Hashable) -> Key | None:
-    """What tells whether `edge_index` is what it was; None where that cannot be told."""
+def _edges_cache_key(edge_index: Tensor, *options: Hashable) -> EdgesCacheKey | None:
+    """The identity and version of `edge_index`; None if changes cannot be detected."""
     if torch.compiler.is_compiling():
         return None
-    parts = _parts(edge_index)
-    if not all(_plain(x) for x in parts):
+    parts = _index_tensors(edge_index)
+    if not all(_is_cacheable(x) for x in parts):
         return None
-    merged = edge_index.layout != torch.sparse_coo or edge_index.is_coalesced()
-    return tuple(_part(x) for x in parts), (edge_index.layout, merged, *more)
+    coalesced = edge_index.layout != torch.sparse_coo or edge_index.is_coalesced()
+    return tuple(_tensor_identity(x) for x in parts), (edge_index.layout, coalesced, *options)
 
 
-def _plain(x: Tensor) -> bool:
-    """Whether torch counts the changes of a tensor, and it is none that a mode or a transform will take back."""
+def _is_cacheable(x: Tensor) -> bool:
+    """Whether a tensor has a version counter, and does not belong to a mode or a transform."""
     return (
         type(x) is Tensor
         and not x.is_meta
@@ -255,8 +258,8 @@ def _plain(x: Tensor) -> bool:
     )
 
 
-def _parts(edge_index: Tensor) -> tuple[Tensor, ...]:
-    """The tensors that hold the numbers of nodes."""
+def _index_tensors(edge_index: Tensor) -> tuple[Tensor, ...]:
+    """The tensors that hold the indices of nodes."""
     if is_pyg_edge_index(edge_index):
         return (edge_index.as_tensor(),)
     if edge_index.layout == torch.sparse_coo:
@@ -268,5 +271,5 @@ def _parts(edge_index: Tensor) -> tuple[Tensor, ...]:
     return (edge_index,)
 
 
-def _part(x: Tensor) -> Part:
+def _tensor_identity(x: Tensor) -> TensorIdentity:
     return StorageWeakRef(x.untyped_storage()), (x._version, x.storage_offset(), x.shape, x.stride(), x.dtype)

@@ -1,4 +1,4 @@
-"""PyG's linear map, and how PyG draws weights."""
+"""PyG's linear map and weight initialisation."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter, is_lazy
 
-from polyhead.neighbourhood.graph import check_sparse
+from polyhead.neighbourhood.graph import check_sparse_indices
 
 
 class Linear(nn.Module):
-    """PyG's linear map: drawn as PyG draws it, and with as many inputs as it first meets where they are -1."""
+    """PyG's linear map, with PyG's initialisation; `in_channels=-1` is inferred from the first input."""
 
     weight: nn.Parameter | UninitializedParameter
     bias: Tensor | None
@@ -28,29 +28,29 @@ class Linear(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the weights anew."""
+        """Initialise the weights."""
         if self.in_channels <= 0:
             return
-        near = self.in_channels**-0.5
-        bound = (6 / (self.in_channels + self.out_channels)) ** 0.5 if self.glorot else near
+        bias_bound = self.in_channels**-0.5
+        bound = (6 / (self.in_channels + self.out_channels)) ** 0.5 if self.glorot else bias_bound
         nn.init.uniform_(self.weight, -bound, bound)
         if self.bias is not None:
-            nn.init.uniform_(self.bias, -near, near)
+            nn.init.uniform_(self.bias, -bias_bound, bias_bound)
 
     def forward(self, x: Float[Tensor, "nodes in"]) -> Float[Tensor, "nodes out"]:
         if self.in_channels < 0:
-            self._settle(x.shape[-1])
+            self._materialize(x.shape[-1])
             self.reset_parameters()
         if x.layout != torch.strided:
-            check_sparse("x", x)
+            check_sparse_indices("x", x)
         return F.linear(x, self.weight, self.bias)
 
-    def _settle(self, in_channels: int) -> None:
+    def _materialize(self, in_channels: int) -> None:
         self.in_channels = in_channels
         assert isinstance(self.weight, UninitializedParameter)
         self.weight.materialize((self.out_channels, in_channels))
 
-    def by_head(self, heads: int) -> Float[Tensor, "heads channels in"]:
+    def weight_by_head(self, heads: int) -> Float[Tensor, "heads channels in"]:
         """The weight, head by head."""
         return self.weight.unflatten(0, (heads, self.out_channels // heads))
 
@@ -60,18 +60,18 @@ class Linear(nn.Module):
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         weight = state_dict.get(f"{prefix}weight")
         if weight is not None and is_lazy(weight):
-            # it was saved before it met an input: there is nothing to load
+            # saved before the first input: there is nothing to load
             return
         if weight is not None and self.in_channels < 0:
-            self._settle(weight.shape[-1])
+            self._materialize(weight.shape[-1])
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def extra_repr(self) -> str:
         return f"{self.in_channels}, {self.out_channels}, bias={self.bias is not None}"
 
 
-def glorot(*weights: Tensor | None) -> None:
-    """Draw them as PyG draws vectors of attention."""
+def init_glorot(*weights: Tensor | None) -> None:
+    """Initialise them like PyG's attention vectors."""
     for weight in weights:
         if weight is not None:
             bound = (6 / (weight.shape[-2] + weight.shape[-1])) ** 0.5

@@ -1,4 +1,4 @@
-"""Checkpoints of older PyG versions and of DGL, under the names that PyG has now."""
+"""Rename the parameters of checkpoints of older PyG versions and of DGL to PyG's current names."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from collections.abc import Mapping, MutableMapping
 import torch
 from torch import Tensor
 
-Names = Mapping[str, str]
+NewNameByOld = Mapping[str, str]
 
-# what a parameter was called, by the first part of its name
-GATV2 = {"fc_src": "lin_l", "fc_dst": "lin_r", "attn": "att", "res_fc": "res"}
-DGL = ("fc", "fc_src", "fc_dst", "attn", "attn_l", "attn_r", "res_fc")
+# the first part of an old name -> the current one
+GATV2_NAMES = {"fc_src": "lin_l", "fc_dst": "lin_r", "attn": "att", "res_fc": "res"}
+DGL_NAMES = ("fc", "fc_src", "fc_dst", "attn", "attn_l", "attn_r", "res_fc")
 
 
-def gat(one: bool) -> Names:
-    """The names of a GATConv, with `one` map for sources and destinations or two."""
-    source, destination = ("lin", "lin") if one else ("lin_src", "lin_dst")
+def gat_names(shared: bool) -> NewNameByOld:
+    """The names of a GATConv, whose linear map for sources and destinations may be shared."""
+    source, destination = ("lin", "lin") if shared else ("lin_src", "lin_dst")
     return {
         # PyG 2.0 to 2.4
         "lin_src": source, "lin_dst": destination,
@@ -27,9 +27,9 @@ def gat(one: bool) -> Names:
     }  # fmt: skip
 
 
-def renamed(state: MutableMapping[str, Tensor], prefix: str, names: Names) -> list[str]:
-    """Put today's names in the place of old ones; what is wrong with it is returned in words."""
-    wrong = []
+def rename_state_dict_keys(state: MutableMapping[str, Tensor], prefix: str, names: NewNameByOld) -> list[str]:
+    """Replace old names by current ones; returns the errors."""
+    errors = []
     for key in [key for key in state if key.startswith(prefix)]:
         first, dot, rest = key[len(prefix) :].partition(".")
         new = f"{prefix}{names.get(first, first)}{dot}{rest}"
@@ -37,15 +37,17 @@ def renamed(state: MutableMapping[str, Tensor], prefix: str, names: Names) -> li
             continue
         value = state.pop(key)
         if new in state and not torch.equal(state[new], value):
-            wrong.append(
-                f"{key}: it must hold the same numbers as its twin to become {new}; pass a pair as in_channels"
+            errors.append(
+                f"{key} must be equal to the other old parameter for {new}, got other values; pass a pair as in_channels"
             )
         state[new] = value
-    return wrong
+    return errors
 
 
-def from_dgl(state: MutableMapping[str, Tensor], prefix: str, heads: int, concat: bool, bias: Tensor | None) -> None:
-    """Move the bias from the residual, where DGL may have it, and average over heads where the layer does."""
+def convert_dgl_bias_and_residual(
+    state: MutableMapping[str, Tensor], prefix: str, heads: int, concat: bool, bias: Tensor | None
+) -> None:
+    """Move the bias from the residual, where DGL may store it, and average over heads if the layer does."""
     if f"{prefix}res.bias" in state:
         state[f"{prefix}bias"] = state.pop(f"{prefix}res.bias")
     for name in (f"{prefix}bias", f"{prefix}res.weight"):

@@ -8,10 +8,10 @@
 
 namespace polyhead {
 
-// Those that this CPU can run, the best first.
+// The instruction sets that this CPU can run, best first.
 std::vector<const Kernels *> instruction_sets();
 
-// The best one, until `use` names another: false when this CPU cannot run it.
+// The best one, or the one set by `use`, which returns false if this CPU cannot run it.
 const Kernels &kernels_in_use();
 bool use(const std::string &name);
 

@@ -1,4 +1,4 @@
-// polyhead._native: pointers come as integers, 0 for none; shapes, dtypes and contiguity were checked in Python.
+// polyhead._native. Pointers are passed as integers, 0 for null; Python has checked shapes, dtypes and contiguity.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
@@ -30,63 +30,63 @@ void check(bool done) {
     if (!done) throw std::bad_alloc();
 }
 
-// False: an id names no node or edge, and what was written means nothing.
-bool followed(Status status) {
+// False if an id is out of range; the outputs are then unspecified.
+bool in_range(Status status) {
     check(status != NO_MEMORY);
     return status != OUT_OF_RANGE;
 }
 
 int64_t sort(Pointer sources, int64_t sources_stride, Pointer destinations, int64_t destinations_stride, bool wide,
-             int64_t edges, int64_t num_sources, int64_t num_destinations, Pointer first, Pointer source, Pointer edge,
-             Pointer out_first, Pointer out_place, Pointer out_destination) {
+             int64_t edges, int64_t num_sources, int64_t num_destinations, Pointer indptr, Pointer indices, Pointer edge_id,
+             Pointer out_indptr, Pointer out_slot, Pointer out_indices) {
     nb::gil_scoped_release free;
     return sort_edges({in(sources), in(destinations), sources_stride, destinations_stride, wide, edges, num_sources,
                        num_destinations},
-                      {out_int(first), out_int(source), out_int(edge), out_int(out_first), out_int(out_place),
-                       out_int(out_destination)});
+                      {out_int(indptr), out_int(indices), out_int(edge_id), out_int(out_indptr), out_int(out_slot),
+                       out_int(out_indices)});
 }
 
 bool forward(int kind, bool wide, int64_t batch, int64_t sources, int64_t destinations, int64_t edges, int64_t heads, int64_t dim,
              int64_t edge_features, Pointer q, Pointer k, Pointer v, Pointer a, Pointer inside, Pointer features,
-             Pointer map, Pointer weights, Pointer first, Pointer source, Pointer edge, Pointer out_, Pointer lse,
+             Pointer map, Pointer weights, Pointer indptr, Pointer indices, Pointer edge_id, Pointer out_, Pointer lse,
              double factor, double dropout, int64_t threshold, int32_t seed, int threads) {
     nb::gil_scoped_release free;
     Problem p{kind, wide, batch, sources, destinations, edges, heads, dim, edge_features, in(q), in(k), in(v), in(a),
-              in(inside), in(features), in(map), in(weights), in<int32_t>(first), in<int32_t>(source), in<int32_t>(edge),
+              in(inside), in(features), in(map), in(weights), in<int32_t>(indptr), in<int32_t>(indices), in<int32_t>(edge_id),
               factor, dropout, threshold, seed, threads};
-    return followed(kernels_in_use().forward(p, {out(out_), out(lse)}));
+    return in_range(kernels_in_use().forward(p, {out(out_), out(lse)}));
 }
 
 bool backward(int kind, bool wide, int64_t batch, int64_t sources, int64_t destinations, int64_t edges, int64_t heads, int64_t dim,
               int64_t edge_features, Pointer q, Pointer k, Pointer v, Pointer a, Pointer inside, Pointer features,
-              Pointer map, Pointer weights, Pointer first, Pointer source, Pointer edge, Pointer out_first,
-              Pointer out_place, Pointer out_destination, Pointer out_, Pointer lse, Pointer d_out, Pointer d_lse,
+              Pointer map, Pointer weights, Pointer indptr, Pointer indices, Pointer edge_id, Pointer out_indptr,
+              Pointer out_slot, Pointer out_indices, Pointer out_, Pointer lse, Pointer d_out, Pointer d_lse,
               Pointer dq, Pointer dk, Pointer dv, Pointer da, Pointer d_inside, Pointer d_weights, Pointer d_features,
               Pointer d_map, double factor, double dropout, int64_t threshold, int32_t seed, int threads) {
     nb::gil_scoped_release free;
     Problem p{kind, wide, batch, sources, destinations, edges, heads, dim, edge_features, in(q), in(k), in(v), in(a),
-              in(inside), in(features), in(map), in(weights), in<int32_t>(first), in<int32_t>(source), in<int32_t>(edge),
+              in(inside), in(features), in(map), in(weights), in<int32_t>(indptr), in<int32_t>(indices), in<int32_t>(edge_id),
               factor, dropout, threshold, seed, threads};
-    Gradients g{in<int32_t>(out_first), in<int32_t>(out_place), in<int32_t>(out_destination), in(out_), in(lse),
+    Gradients g{in<int32_t>(out_indptr), in<int32_t>(out_slot), in<int32_t>(out_indices), in(out_), in(lse),
                 in(d_out), in(d_lse), out(dq), out(dk), out(dv), out(da), out(d_inside), out(d_weights),
                 out(d_features), out(d_map)};
-    return followed(kernels_in_use().backward(p, g));
+    return in_range(kernels_in_use().backward(p, g));
 }
 
-bool gather_sum(bool wide, int64_t sources, int64_t destinations, int64_t edges, int64_t width, Pointer v, Pointer first,
-                Pointer source, Pointer out_, int threads) {
+bool gather_sum(bool wide, int64_t sources, int64_t destinations, int64_t edges, int64_t width, Pointer v, Pointer indptr,
+                Pointer indices, Pointer out_, int threads) {
     nb::gil_scoped_release free;
-    return followed(kernels_in_use().gather_sum(
-        {wide, sources, destinations, edges, width, in(v), in<int32_t>(first), in<int32_t>(source), out(out_), threads}));
+    return in_range(kernels_in_use().gather_sum(
+        {wide, sources, destinations, edges, width, in(v), in<int32_t>(indptr), in<int32_t>(indices), out(out_), threads}));
 }
 
-void observe(int64_t heads, int64_t rows, int64_t columns, int64_t queries, int64_t keys, Pointer scores, int64_t column,
-             Pointer first, Pointer stop, Pointer key_bias, Pointer most, Pointer sum, Pointer high, Pointer low, Pointer position,
+void score_stats(int64_t heads, int64_t rows, int64_t columns, int64_t queries, int64_t keys, Pointer scores, int64_t column,
+             Pointer first, Pointer stop, Pointer key_bias, Pointer row_max, Pointer row_sum, Pointer high, Pointer low, Pointer position,
              Pointer row_weights, Pointer key_weights, int sums, Pointer row_sums, Pointer chunk_first, int64_t chunks,
              Pointer column_sums, Pointer top_score, Pointer top_key, int64_t top, int threads) {
     nb::gil_scoped_release free;
-    kernels_in_use().observe({heads, rows, columns, queries, keys, in<float>(scores), column, in<int32_t>(first),
-                              in<int32_t>(stop), in<float>(key_bias), out_float(most), out_float(sum), in<float>(high),
+    kernels_in_use().score_stats({heads, rows, columns, queries, keys, in<float>(scores), column, in<int32_t>(first),
+                              in<int32_t>(stop), in<float>(key_bias), out_float(row_max), out_float(row_sum), in<float>(high),
                               in<float>(low), in<float>(position), in<float>(row_weights), in<float>(key_weights), sums,
                               out_float(row_sums), in<int32_t>(chunk_first), chunks, out_float(column_sums),
                               out_float(top_score), reinterpret_cast<int64_t *>(top_key), top, threads});
@@ -123,7 +123,7 @@ void short_backward(bool wide, const Sizes &sizes, const Axes &q, const Axes &k,
     check(kernels_in_use().short_backward(s, g));
 }
 
-// sizes: batch, heads, key heads, dim, width; window: of each axis its points, reach and step
+// sizes: batch, heads, key heads, dim, width; window: points, reach and step of each axis
 Grid grid_of(bool wide, const Sizes &n, const Sizes &window, const Axes &q, const Axes &k, const Axes &v, const Axes &out_,
              Pointer lse, Pointer table, double scale, double dropout, int64_t threshold, int32_t seed, int threads) {
     const int64_t axes = int64_t(window.size()) / 3;
@@ -150,9 +150,9 @@ void grid_backward(bool wide, const Sizes &sizes, const Sizes &window, const Axe
     check(kernels_in_use().grid_backward(g, gradients));
 }
 
-void thin(int64_t vectors, int64_t rows, int64_t columns, Pointer x, Pointer matrix, Pointer bias, Pointer out_, int threads) {
+void skinny_gemm(int64_t vectors, int64_t rows, int64_t columns, Pointer x, Pointer matrix, Pointer bias, Pointer out_, int threads) {
     nb::gil_scoped_release free;
-    kernels_in_use().thin({vectors, rows, columns, in<float>(x), in<float>(matrix), in<float>(bias), out_float(out_), threads});
+    kernels_in_use().skinny_gemm({vectors, rows, columns, in<float>(x), in<float>(matrix), in<float>(bias), out_float(out_), threads});
 }
 
 using Pointers = std::vector<int64_t>;
@@ -161,24 +161,24 @@ Matrices matrices(const Pointers &data, const Sizes &strides) {
     return {data.empty() ? nullptr : data.data(), strides.at(0), strides.at(1), strides.at(2)};
 }
 
-// The numbers of those that were left.
+// Returns the indices of the matrices that were skipped.
 std::vector<int64_t> stiefel_step(bool wide, int64_t count, int64_t n, int64_t k, const Pointers &x, const Sizes &x_strides,
                                   const Pointers &g, const Sizes &g_strides, const Pointers &first, const Sizes &first_strides,
                                   const Pointers &second, const Sizes &second_strides, bool canonical, int64_t copies,
                                   bool tangent, bool transport, double sign, double keep, double add, double now,
                                   double ahead, double keep_second, double root, double eps, double scale, int threads) {
-    std::vector<uint8_t> left(x.size() * size_t(count));
+    std::vector<uint8_t> skipped(x.size() * size_t(count));
     const StiefelStep step{wide, int64_t(x.size()), count, n, k, matrices(x, x_strides), matrices(g, g_strides),
                            matrices(first, first_strides), matrices(second, second_strides), canonical, copies, tangent,
-                           transport, sign, keep, add, now, ahead, keep_second, root, eps, scale, left.data(), threads};
+                           transport, sign, keep, add, now, ahead, keep_second, root, eps, scale, skipped.data(), threads};
     {
         nb::gil_scoped_release free;
         check(kernels_in_use().stiefel_step(step));
     }
-    std::vector<int64_t> numbers;
-    for (size_t i = 0; i < left.size(); ++i)
-        if (left[i]) numbers.push_back(int64_t(i));
-    return numbers;
+    std::vector<int64_t> indices;
+    for (size_t i = 0; i < skipped.size(); ++i)
+        if (skipped[i]) indices.push_back(int64_t(i));
+    return indices;
 }
 
 bool all_finite(bool wide, const Pointers &data, const Sizes &counts, int threads) {
@@ -188,35 +188,42 @@ bool all_finite(bool wide, const Pointers &data, const Sizes &counts, int thread
 
 int64_t integer(nb::handle tuple, size_t i) { return PyLong_AsLongLong(PyTuple_GET_ITEM(tuple.ptr(), Py_ssize_t(i))); }
 
-// Numbers as small_finite is given them: fp32, fp64, bf16, fp16.
+// The dtypes of small_finite, by kind: fp32, fp64, bf16, fp16.
 constexpr int64_t WIDTHS[] = {4, 8, 2, 2};
 constexpr uint16_t EXPONENTS[] = {0, 0, 0x7F80, 0x7C00};
 
 bool run_finite(int kind, int64_t at, int64_t count) {
     if (kind < 2) return kernels_in_use().finite({kind == 1, 1, &at, &count, 1});
     const uint16_t *x = reinterpret_cast<const uint16_t *>(at), mask = EXPONENTS[kind];
-    int wrong = 0;
-    for (int64_t i = 0; i < count; ++i) wrong |= (x[i] & mask) == mask;
-    return !wrong;
+    int nonfinite = 0;
+    for (int64_t i = 0; i < count; ++i) nonfinite |= (x[i] & mask) == mask;
+    return !nonfinite;
 }
 
-// The same of one tensor with any strides.
+// Whether one tensor with any strides is finite.
 bool strided_finite(int kind, int64_t data, nb::handle shape, nb::handle strides) {
     constexpr size_t AXES = 8;
-    const size_t given = nb::len(shape);
-    if (given > AXES || nb::len(strides) != given) throw std::invalid_argument("tensors must have at most eight axes");
+    const size_t dims = nb::len(shape);
+    if (dims > AXES || nb::len(strides) != dims) throw std::invalid_argument("tensors must have at most eight axes");
     int64_t n[AXES], step[AXES], at[AXES] = {};
-    // axes that follow each other in memory are one
+    // sort the axes by stride, largest first, and merge those that are contiguous: heads inside rows are read as one row
     size_t axes = 0;
-    for (size_t i = 0; i < given; ++i) {
+    for (size_t i = 0; i < dims; ++i) {
         const int64_t size = integer(shape, i), stride = integer(strides, i);
         if (size == 0) return true;
         if (size == 1) continue;
-        if (axes > 0 && step[axes - 1] == size * stride)
-            n[axes - 1] *= size, step[axes - 1] = stride;
-        else
-            n[axes] = size, step[axes++] = stride;
+        size_t place = axes++;
+        for (; place > 0 && step[place - 1] < stride; --place) n[place] = n[place - 1], step[place] = step[place - 1];
+        n[place] = size, step[place] = stride;
     }
+    size_t merged = 0;
+    for (size_t i = 0; i < axes; ++i) {
+        if (merged > 0 && step[merged - 1] == n[i] * step[i])
+            n[merged - 1] *= n[i], step[merged - 1] = step[i];
+        else
+            n[merged] = n[i], step[merged++] = step[i];
+    }
+    axes = merged;
     const int64_t width = WIDTHS[kind];
     const bool rows = axes > 0 && step[axes - 1] == 1;
     const int64_t count = rows ? n[--axes] : 1;
@@ -233,7 +240,7 @@ bool strided_finite(int kind, int64_t data, nb::handle shape, nb::handle strides
     }
 }
 
-// The same of small tensors, each a pointer, a shape and strides, in the time of a call: neither lists nor threads.
+// Whether small tensors are finite: a pointer, a shape and strides each. Without lists and threads, to cost little more than a call.
 bool small_finite(int kind, nb::args tensors) {
     if (kind < 0 || kind > 3) throw std::invalid_argument("kind must be 0, 1, 2 or 3");
     for (size_t i = 0; i + 2 < tensors.size(); i += 3) {
@@ -244,7 +251,7 @@ bool small_finite(int kind, nb::args tensors) {
     return true;
 }
 
-// Adds 1 to each number.
+// Adds 1 to each of these numbers.
 void count(const Pointers &data) {
     for (const int64_t at : data) *reinterpret_cast<float *>(at) += 1;
 }
@@ -257,7 +264,7 @@ std::vector<std::string> set_names() {
 
 void use_set(const std::string &name) {
     if (use(name)) return;
-    std::string message = "name: '" + name + "' is not one of the instruction sets that this CPU can run:";
+    std::string message = "name must be one of the instruction sets that this CPU can run, got '" + name + "':";
     for (const std::string &known : set_names()) message += " '" + known + "'";
     throw nb::value_error(message.c_str());
 }
@@ -273,22 +280,22 @@ bool has_openmp() {
 }  // namespace
 
 NB_MODULE(_native, m) {
-    m.doc() = "Attention over the edges of a graph, and numbers about heads, compiled.";
+    m.doc() = "The C++ kernels: attention, head metrics and linear algebra.";
     m.def("sort_edges", &sort, "sources"_a, "sources_stride"_a, "destinations"_a, "destinations_stride"_a, "wide"_a,
-          "edges"_a, "num_sources"_a, "num_destinations"_a, "first"_a, "source"_a, "edge"_a, "out_first"_a,
-          "out_place"_a, "out_destination"_a);
+          "edges"_a, "num_sources"_a, "num_destinations"_a, "indptr"_a, "indices"_a, "edge_id"_a, "out_indptr"_a,
+          "out_slot"_a, "out_indices"_a);
     m.def("forward", &forward, "kind"_a, "double"_a, "batch"_a, "sources"_a, "destinations"_a, "edges"_a, "heads"_a, "dim"_a,
-          "edge_features"_a, "q"_a, "k"_a, "v"_a, "a"_a, "inside"_a, "features"_a, "map"_a, "weights"_a, "first"_a,
-          "source"_a, "edge"_a, "out"_a, "lse"_a, "factor"_a, "dropout"_a, "threshold"_a, "seed"_a, "threads"_a);
+          "edge_features"_a, "q"_a, "k"_a, "v"_a, "a"_a, "inside"_a, "features"_a, "map"_a, "weights"_a, "indptr"_a,
+          "indices"_a, "edge_id"_a, "out"_a, "lse"_a, "factor"_a, "dropout"_a, "threshold"_a, "seed"_a, "threads"_a);
     m.def("backward", &backward, "kind"_a, "double"_a, "batch"_a, "sources"_a, "destinations"_a, "edges"_a, "heads"_a, "dim"_a,
-          "edge_features"_a, "q"_a, "k"_a, "v"_a, "a"_a, "inside"_a, "features"_a, "map"_a, "weights"_a, "first"_a,
-          "source"_a, "edge"_a, "out_first"_a, "out_place"_a, "out_destination"_a, "out"_a, "lse"_a, "d_out"_a,
+          "edge_features"_a, "q"_a, "k"_a, "v"_a, "a"_a, "inside"_a, "features"_a, "map"_a, "weights"_a, "indptr"_a,
+          "indices"_a, "edge_id"_a, "out_indptr"_a, "out_slot"_a, "out_indices"_a, "out"_a, "lse"_a, "d_out"_a,
           "d_lse"_a, "dq"_a, "dk"_a, "dv"_a, "da"_a, "d_inside"_a, "d_weights"_a, "d_features"_a, "d_map"_a, "factor"_a,
           "dropout"_a, "threshold"_a, "seed"_a, "threads"_a);
-    m.def("gather_sum", &gather_sum, "double"_a, "sources"_a, "destinations"_a, "edges"_a, "width"_a, "v"_a, "first"_a, "source"_a,
+    m.def("gather_sum", &gather_sum, "double"_a, "sources"_a, "destinations"_a, "edges"_a, "width"_a, "v"_a, "indptr"_a, "indices"_a,
           "out"_a, "threads"_a);
-    m.def("observe", &observe, "heads"_a, "rows"_a, "columns"_a, "queries"_a, "keys"_a, "scores"_a, "column"_a, "first"_a,
-          "stop"_a, "key_bias"_a, "most"_a, "sum"_a, "high"_a, "low"_a, "position"_a, "row_weights"_a, "key_weights"_a, "sums"_a,
+    m.def("score_stats", &score_stats, "heads"_a, "rows"_a, "columns"_a, "queries"_a, "keys"_a, "scores"_a, "column"_a, "first"_a,
+          "stop"_a, "key_bias"_a, "row_max"_a, "row_sum"_a, "high"_a, "low"_a, "position"_a, "row_weights"_a, "key_weights"_a, "sums"_a,
           "row_sums"_a, "chunk_first"_a, "chunks"_a, "column_sums"_a, "top_score"_a, "top_key"_a, "top"_a, "threads"_a);
     m.def("short_forward", &short_forward, "double"_a, "sizes"_a, "q"_a, "k"_a, "v"_a, "out"_a, "lse"_a, "first"_a, "stop"_a,
           "rows"_a, "scale"_a, "dropout"_a, "threshold"_a, "seed"_a, "threads"_a);
@@ -299,7 +306,7 @@ NB_MODULE(_native, m) {
     m.def("grid_backward", &grid_backward, "double"_a, "sizes"_a, "window"_a, "q"_a, "k"_a, "v"_a, "out"_a, "lse"_a, "table"_a,
           "scale"_a, "dropout"_a, "threshold"_a, "seed"_a, "threads"_a, "d_out"_a, "d_lse"_a, "dq"_a, "dk"_a, "dv"_a,
           "d_table"_a);
-    m.def("thin", &thin, "vectors"_a, "rows"_a, "columns"_a, "x"_a, "matrix"_a, "bias"_a, "out"_a, "threads"_a);
+    m.def("skinny_gemm", &skinny_gemm, "vectors"_a, "rows"_a, "columns"_a, "x"_a, "matrix"_a, "bias"_a, "out"_a, "threads"_a);
     m.def("stiefel_step", &stiefel_step, "double"_a, "count"_a, "n"_a, "k"_a, "x"_a, "x_strides"_a, "g"_a, "g_strides"_a,
           "first"_a, "first_strides"_a, "second"_a, "second_strides"_a, "canonical"_a, "copies"_a, "tangent"_a, "transport"_a,
           "sign"_a, "keep"_a, "add"_a, "now"_a, "ahead"_a, "keep_second"_a, "root"_a, "eps"_a, "scale"_a, "threads"_a);

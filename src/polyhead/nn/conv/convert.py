@@ -1,4 +1,4 @@
-"""Convolutions as multi-head attention, and back: each tap of a kernel is a head that looks at one point."""
+"""Convolutions as multi-head attention, and back: each tap of a kernel is one head that looks at one point."""
 
 from __future__ import annotations
 
@@ -13,33 +13,48 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from polyhead._checks import WrongType, check_number, check_tensor, kind_of
-from polyhead._torch import intercepted, is_symbolic, record_call, refuse_scripting, values_unavailable, widened
+from polyhead._checks import WrongType, check_number, check_tensor, describe_type
+from polyhead._torch import (
+    is_fx_proxy,
+    is_torch_intercepted,
+    is_tracing_or_dataless,
+    record_fx_call,
+    refuse_scripting,
+    to_at_least_fp32,
+)
 from polyhead.attend import Explanation, attention_weights
 from polyhead.heads import Heads
 from polyhead.neighbourhood import Grid, Neighbourhood, Offsets
-from polyhead.neighbourhood.grid import written
+from polyhead.neighbourhood.lattice import format_sizes
 from polyhead.nn.attention import MultiHeadAttention
-from polyhead.nn.checks import check_like, check_sizes
-from polyhead.nn.conv.extract import Points, around, bias, check_content, convolution, offsets, taps
-from polyhead.nn.conv.geometry import CONVOLUTIONS, Geometry, geometry
-from polyhead.nn.surgery import KEPT, ZeroMap
+from polyhead.nn.checks import check_optional_sizes, explain_input_mismatch
+from polyhead.nn.conv.extract import (
+    TapOffsets,
+    build_conv,
+    check_content_free,
+    find_fixed_offsets,
+    output_bias,
+    smallest_geometry,
+    tap_matrices,
+)
+from polyhead.nn.conv.geometry import CONVOLUTIONS, Geometry, read_geometry
+from polyhead.nn.surgery import KEPT_HEADS_BUFFER, ZeroMap
 from polyhead.position import QuadraticOffset
 
 
 class Certificate(NamedTuple):
-    """How far heads of finite sharpness are from the convolution that they stand for, on one image or batch."""
+    """How far heads with a finite alpha are from the convolution they approximate, on one image or batch."""
 
     leaked: Float[Tensor, " heads"]
-    """The weight that each head puts elsewhere than on its point, at the query where that is most."""
+    """The weight of each head that is not on its point, at the worst query."""
     error: float
-    """No point of the output is further from the convolution's, as a vector of channels, but for rounding."""
+    """Upper bound on the distance of an output point, as a vector of channels, from the convolution's, up to rounding."""
 
 
 class ConvolutionalAttention(nn.Module):
-    """A `MultiHeadAttention` that takes and gives what a convolution does, and hands back its heads.
+    """A `MultiHeadAttention` with the inputs and outputs of a convolution, which also returns its heads.
 
-    `attention` is the layer, with one head a tap, and `geometry` says where the heads look. Made by `from_conv`.
+    `attention` is the layer, with one head per tap; `geometry` gives the offsets of the heads. Made by `from_conv`.
     """
 
     def __init__(
@@ -51,294 +66,299 @@ class ConvolutionalAttention(nn.Module):
     def forward(
         self, image: Float[Tensor, "*batch channels *sizes"]
     ) -> tuple[Float[Tensor, "*batch out *sizes"], Heads]:
-        """The convolution of an image (channels, *sizes) or of a batch of them, and a view on the heads.
+        """The convolution of an image (channels, *sizes) or of a batch of images, and a view on the heads.
 
         Raises:
-            ValueError: where the image does not fit, with what it should be.
+            ValueError: if the shape of the image does not fit.
         """
-        if is_symbolic(image):
-            return record_call(self, image)
-        x, sizes = self._items(image)
+        if is_fx_proxy(image):
+            return record_fx_call(self, image)
+        x, sizes = self._image_to_items(image)
         outputs = self.geometry.outputs(sizes)
-        query = _asking(x, self.geometry, sizes, outputs)
-        try:
+        query = _select_centre_queries(x, self.geometry, sizes, outputs)
+        with explain_input_mismatch(self, image=image):
             y, heads = self.attention(query, None if query is x else x, over=self.over(sizes, x.device))
-        except RuntimeError:
-            check_like(self, image=image)
-            raise
         y = y.squeeze(-1) if self.channelwise else y.transpose(-2, -1)
-        # as the convolution gives it: channels lie inside only where they came so
+        # same memory format as a convolution's output: channels last only for channels-last input
         y = y.contiguous() if image.is_contiguous() else y
         return y.unflatten(-1, outputs), heads
 
     __prepare_scriptable__ = refuse_scripting
 
     def explain(self, image: Float[Tensor, "*batch channels *sizes"]) -> Explanation:
-        """Which kernel a call with this image takes, and why the faster ones refuse. No attention is computed."""
-        x, sizes = self._items(image)
-        query = _asking(x, self.geometry, sizes, self.geometry.outputs(sizes))
+        """Which kernel a call with this image uses, and why faster ones refuse. No attention is computed."""
+        x, sizes = self._image_to_items(image)
+        query = _select_centre_queries(x, self.geometry, sizes, self.geometry.outputs(sizes))
         return self.attention.explain(query, None if query is x else x, over=self.over(sizes, x.device))
 
-    def _items(self, image: Tensor) -> tuple[Float[Tensor, "*batch points channels"], tuple[int, ...]]:
+    def _image_to_items(self, image: Tensor) -> tuple[Float[Tensor, "*batch points channels"], tuple[int, ...]]:
         if not check_tensor("image", image, "of floating-point numbers").is_floating_point():
             raise ValueError(f"image must be a tensor of floating-point numbers, got {image.dtype}")
         axes, channels = self.geometry.axes, self.attention.d_model
         if image.dim() not in (axes + 1, axes + 2) or (not self.channelwise and image.shape[-axes - 1] != channels):
             names = ("length", "height, width", "depth, height, width")[axes - 1]
-            wanted = "channels" if self.channelwise else str(channels)
+            expected = "channels" if self.channelwise else str(channels)
             raise ValueError(
-                f"image: its shape is {tuple(image.shape)}; it must be (batch, {wanted}, {names}) or ({wanted}, {names})"
+                f"image must have shape (batch, {expected}, {names}) or ({expected}, {names}), got {tuple(image.shape)}"
             )
         x = image.flatten(-axes)
         x = x.unsqueeze(-1) if self.channelwise else x.transpose(-2, -1).contiguous()
         return x, tuple(image.shape[-axes:])
 
     @property
-    def points(self) -> Points:
-        """Where the heads look from a query, one point each."""
-        taps, kept = self.geometry.taps, getattr(self.attention, KEPT, None)
+    def points(self) -> TapOffsets:
+        """Offset from the query at which each head looks."""
+        taps, kept = self.geometry.taps, getattr(self.attention, KEPT_HEADS_BUFFER, None)
         return tuple(taps) if kept is None else tuple(taps[head] for head in kept.tolist())
 
     def over(self, sizes: tuple[int, ...], device: torch.device | str = "cpu") -> Neighbourhood:
-        """Who may attend to whom in an image of these sizes."""
-        # what is made while others watch, or by a transform, must not stay behind
-        make = _over if values_unavailable() or intercepted() else _kept_over
+        """The neighbourhood of an image of these sizes."""
+        # tensors made under a transform or a mode must not be cached
+        make = _tap_neighbourhood if is_tracing_or_dataless() or is_torch_intercepted() else _cached_tap_neighbourhood
         points = self.points if self.attention.position is None else None
         return make(self.geometry, points, tuple(sizes), torch.device(device))
 
     def certificate(self, image: Float[Tensor, "*batch channels *sizes"]) -> Certificate:
-        """How much weight leaks from the heads' points, and how large an error in the output that can make at most.
+        """How much weight leaks from the heads' points, and a bound on the resulting error of the output.
 
         Raises:
-            ValueError: where the scores depend on the content, of which nothing is known beforehand.
+            ValueError: if the scores depend on the content.
         """
-        x, sizes = self._items(image)
+        x, sizes = self._image_to_items(image)
         layer, heads = self.attention, self.attention.num_heads
-        check_content(layer)
+        check_content_free(layer)
         if layer.position is None:
             return Certificate(torch.zeros(heads, dtype=torch.float64, device=x.device), 0.0)
-        target = _over(self.geometry, self.points, sizes, x.device)
+        target = _tap_neighbourhood(self.geometry, self.points, sizes, x.device)
         assert isinstance(target, Offsets)
         point = target.index[..., 0]
-        leaked = self._leaked(self.over(sizes, x.device), point)
-        gain = torch.linalg.matrix_norm(taps(layer).double(), 2)
-        # a head that leaks moves at most so much of one point to another, or of one point to nothing
+        leaked = self._leaked_weight(self.over(sizes, x.device), point)
+        gain = torch.linalg.matrix_norm(tap_matrices(layer).double(), 2)
+        # leaked weight is taken from one point and given to another, or comes from none (beyond the border)
         moved = torch.where(point < 0, 1.0, 2.0) * leaked * gain[:, None]
         longest = x.detach().double().norm(dim=-3 if self.channelwise else -1)
         error = float(moved.sum(0).max() * longest.max()) if longest.numel() else 0.0
         return Certificate(leaked.amax(1), error)
 
-    def _leaked(self, over: Neighbourhood, point: Int[Tensor, "heads queries"]) -> Float[Tensor, "heads queries"]:
-        """The weight that does not lie on a head's point, or in the sink where there is no such point."""
-        assert over.grid is not None and self.attention.position is not None
+    def _leaked_weight(
+        self, over: Neighbourhood, point: Int[Tensor, "heads queries"]
+    ) -> Float[Tensor, "heads queries"]:
+        """The weight that is not on a head's point, or not in the sink if the point lies beyond the border."""
+        assert over.lattice is not None and self.attention.position is not None
         heads, queries = point.shape
-        # no content: the position alone, in fp64
+        # zero queries and keys, so that only the position counts, in fp64
         position, sink = copy.deepcopy(self.attention.position).double(), self.attention.sink
-        nothing = lambda items: torch.zeros(heads, items, 1, dtype=torch.float64, device=point.device)
+        zeros = lambda items: torch.zeros(heads, items, 1, dtype=torch.float64, device=point.device)
         with torch.no_grad():
             w = attention_weights(
-                nothing(queries), nothing(math.prod(over.grid.sizes)), over=over, position=position,
+                zeros(queries), zeros(math.prod(over.lattice.sizes)), over=over, position=position,
                 sink=None if sink is None else sink.double(),
             )  # fmt: skip
         on_point = w.gather(-1, point.clamp(min=0)[..., None])[..., 0]
-        # what is missing from a sum of 1 is the sink's
+        # the rest of the sum of 1 is in the sink
         return torch.where(point < 0, w.sum(-1), 1 - on_point).clamp(min=0)
 
     def extra_repr(self) -> str:
         g = self.geometry
-        return f"kernel={written(g.kernel)}, stride={written(g.stride)}, padding={g.padding}, mode={g.mode!r}"
+        return f"kernel={format_sizes(g.kernel)}, stride={format_sizes(g.stride)}, padding={g.padding}, mode={g.mode!r}"
 
 
 def from_conv(conv: nn.Module, *, head_dim: int | None = None, alpha: float | None = None) -> ConvolutionalAttention:
-    """A convolution, or an average pooling, as multi-head attention with the same outputs: one head a tap.
+    """A convolution or average pooling as multi-head attention with the same outputs: one head per tap.
 
-    Exactly, each head sees one point (`Offsets`), and fetches it: there is nothing to score, and no W_Q and W_K. With `alpha` each
-    head scores all points by −alpha·|distance to its own|² (`QuadraticOffset`, Cordonnier 2020) and may learn to look elsewhere:
-    `certificate` tells how far that is from the convolution. W_Q starts at zero then, so that the content does not count
-    until it is trained to. Groups become one dense W_O, with zeros between them.
+    By default the result is exact: each head sees one point (`Offsets`), without scores, W_Q or W_K. With `alpha` each head scores
+    all points by −alpha·|distance to its own|² (`QuadraticOffset`, Cordonnier 2020) and can learn to look elsewhere; `certificate`
+    bounds the distance to the convolution. W_Q then starts at zero, so the content has no influence before training. Groups
+    become one dense W_O, with zeros between groups.
 
     Args:
-        conv: an `nn.Conv1d`, `Conv2d`, `Conv3d`, `AvgPool1d`, `AvgPool2d` or `AvgPool3d`. Its numbers are copied; what is frozen
-            stays so.
-        head_dim: features a head fetches through W_V; it must be at least the rank of every tap. By default a head fetches the
-            points themselves, and the taps stand in W_O.
-        alpha: how sharply heads look. The weight that leaks is about e^−alpha a neighbour; with zero padding, e^(−alpha/2).
+        conv: an `nn.Conv1d`, `Conv2d`, `Conv3d`, `AvgPool1d`, `AvgPool2d` or `AvgPool3d`. Its weights are copied; frozen ones stay
+            frozen.
+        head_dim: features per head after W_V; at least the rank of every tap. By default there is no W_V: heads take the points
+            themselves, and the taps are in W_O.
+        alpha: sharpness of the heads. About e^−alpha of the weight leaks per neighbour; with zero padding, e^(−alpha/2).
 
     Raises:
-        ValueError: for what no such attention computes, with the reason.
+        ValueError: for modules that no such attention can compute, with the reason.
     """
-    where = geometry(conv)
-    (head_dim,) = check_sizes(head_dim=head_dim)
-    if alpha is not None and where.together:
+    geometry = read_geometry(conv)
+    (head_dim,) = check_optional_sizes(head_dim=head_dim)
+    if alpha is not None and geometry.pooled:
         raise ValueError(
-            "alpha: this pooling averages as many points as there are, which one head does; heads of one point each cannot"
+            "alpha must be None for this pooling: its windows average different numbers of points, which needs one head for all points"
         )
-    # where nothing is left to chance, nothing is drawn
+    # the exact layer has no random weights: do not advance the generator
     with nullcontext() if alpha is not None else torch.random.fork_rng(devices=[]):
-        made = (
-            _convolution(conv, where, head_dim, alpha)
+        layer = (
+            _from_convolution(conv, geometry, head_dim, alpha)
             if isinstance(conv, CONVOLUTIONS)
-            else _pooling(conv, where, alpha)
+            else _from_pooling(conv, geometry, alpha)
         )
-    return made.train(conv.training)
+    return layer.train(conv.training)
 
 
-def _convolution(conv: Any, where: Geometry, head_dim: int | None, alpha: float | None) -> ConvolutionalAttention:
-    kernel, added = _tapped(conv)
+def _from_convolution(
+    conv: Any, geometry: Geometry, head_dim: int | None, alpha: float | None
+) -> ConvolutionalAttention:
+    kernel, conv_bias = _dense_tap_matrices(conv)
     heads, out, channels = kernel.shape
     with torch.device(kernel.device):
         layer = MultiHeadAttention(
             channels, heads, head_dim=head_dim or (1 if alpha is None else max(1, channels // heads)),
-            value_dim=head_dim or channels, d_out=out, bias=added is not None, **_looking(where, alpha),
+            value_dim=head_dim or channels, d_out=out, bias=conv_bias is not None, **_position_and_sink(geometry, alpha),
         ).to(kernel.dtype)  # fmt: skip
         if head_dim is None:
             layer.v_proj, layer.value_heads = nn.Identity(), 1
         else:
-            # a bias would be lost where a head finds nothing to fetch
+            # without a bias, which would be missing beyond the border
             layer.v_proj = nn.Linear(channels, heads * head_dim, bias=False, dtype=kernel.dtype)
-    _start(layer, kernel if head_dim is None else _factored(kernel, head_dim, where), added)
+    _copy_taps_into_layer(layer, kernel if head_dim is None else _factorise_taps(kernel, head_dim, geometry), conv_bias)
     for parameter in layer.parameters():
         parameter.requires_grad_(conv.weight.requires_grad)
     if conv.bias is not None and layer.o_proj is not None:
         layer.o_proj.bias.requires_grad_(conv.bias.requires_grad)
-    return ConvolutionalAttention(layer, where, groups=conv.groups)
+    return ConvolutionalAttention(layer, geometry, groups=conv.groups)
 
 
-def _pooling(pool: Any, where: Geometry, alpha: float | None) -> ConvolutionalAttention:
-    """The mean over heads that fetch one point each, or over the points that one head sees; channel by channel."""
-    heads = 1 if where.together else math.prod(where.kernel)
-    layer = MultiHeadAttention(1, heads, head_dim=1, combine="mean", bias=False, **_looking(where, alpha))
-    _unscored(layer)
+def _from_pooling(pool: Any, geometry: Geometry, alpha: float | None) -> ConvolutionalAttention:
+    """The mean over heads of one point each, or over the points of one head; per channel."""
+    heads = 1 if geometry.pooled else math.prod(geometry.kernel)
+    layer = MultiHeadAttention(1, heads, head_dim=1, combine="mean", bias=False, **_position_and_sink(geometry, alpha))
+    _replace_qk_by_zero_maps(layer)
     layer.v_proj, layer.value_heads = nn.Identity(), 1
     divisor = getattr(pool, "divisor_override", None)
     if divisor is not None:
         layer.gate = torch.full((heads,), heads / divisor)
-    return ConvolutionalAttention(layer, where, channelwise=True)
+    return ConvolutionalAttention(layer, geometry, channelwise=True)
 
 
-def _looking(where: Geometry, alpha: float | None) -> dict[str, Any]:
-    """What a layer is told of where its heads look, if it has to score points for that."""
+def _position_and_sink(geometry: Geometry, alpha: float | None) -> dict[str, Any]:
+    """Position and sink of a layer that scores all points; empty for exact heads."""
     if alpha is None:
         return {}
-    position = QuadraticOffset(where.taps, alpha=alpha, padding=where.mode)
-    return {"position": position, "sink": 0.0 if where.mode == "zeros" else None}
+    position = QuadraticOffset(geometry.taps, alpha=alpha, padding=geometry.mode)
+    return {"position": position, "sink": 0.0 if geometry.mode == "zeros" else None}
 
 
-def _tapped(conv: Any) -> tuple[Float[Tensor, "taps out in"], Float[Tensor, " out"] | None]:
-    """One matrix a tap; what lies between groups is zero."""
+def _dense_tap_matrices(conv: Any) -> tuple[Float[Tensor, "taps out in"], Float[Tensor, " out"] | None]:
+    """One matrix per tap, with zeros between groups, and the bias."""
     weight: Tensor = conv.weight.detach()
     if not weight.is_floating_point():
-        raise ValueError(f"conv: its numbers are {weight.dtype}; they must be floating-point")
-    # (groups, out, in, taps), which go to the diagonal of groups x groups
+        raise ValueError(f"conv must have floating-point weights, got {weight.dtype}")
+    # (groups, out, in, taps): the diagonal blocks of groups x groups
     by_group = weight.flatten(2).unflatten(0, (conv.groups, -1))
     dense = weight.new_zeros(conv.groups, by_group.shape[1], conv.groups, *by_group.shape[2:])
-    one = torch.arange(conv.groups, device=weight.device)
-    dense[one, :, one] = by_group
+    group = torch.arange(conv.groups, device=weight.device)
+    dense[group, :, group] = by_group
     return dense.flatten(2, 3).flatten(0, 1).movedim(-1, 0), None if conv.bias is None else conv.bias.detach()
 
 
-def _factored(
-    kernel: Float[Tensor, "taps out in"], width: int, where: Geometry
+def _factorise_taps(
+    kernel: Float[Tensor, "taps out in"], width: int, geometry: Geometry
 ) -> tuple[Float[Tensor, "taps out width"], Float[Tensor, "taps width in"]]:
-    """Each tap as a product through so many features."""
+    """Each tap as a product of two matrices of rank `width`."""
     wide = kernel.to(torch.promote_types(kernel.dtype, torch.float32))
     rank = torch.linalg.matrix_rank(wide)
     if not kernel.is_meta and bool((rank > width).any()):
         worst = int(rank.argmax())
         raise ValueError(
-            f"head_dim: it is {width}, but the tap at {where.taps[worst]} has rank {int(rank[worst])}, and what a head moves passes through "
-            f"head_dim features; it must be at least {int(rank.max())}, or None for heads that fetch the points themselves"
+            f"head_dim must be at least {int(rank.max())}, the rank of the tap at {geometry.taps[worst]}, got {width}; None makes heads take "
+            "the points themselves"
         )
     u, s, v = torch.linalg.svd(wide, full_matrices=False)
-    kept = min(width, s.shape[-1])
-    root = s[:, :kept].sqrt()
-    left, right = u[..., :kept] * root[:, None], root[..., None] * v[:, :kept]
-    more = width - kept
-    return F.pad(left, (0, more)).to(kernel.dtype), F.pad(right, (0, 0, 0, more)).to(kernel.dtype)
+    used = min(width, s.shape[-1])
+    root = s[:, :used].sqrt()
+    left, right = u[..., :used] * root[:, None], root[..., None] * v[:, :used]
+    unused = width - used
+    return F.pad(left, (0, unused)).to(kernel.dtype), F.pad(right, (0, 0, 0, unused)).to(kernel.dtype)
 
 
 @torch.no_grad()
-def _start(layer: MultiHeadAttention, kernel: Tensor | tuple[Tensor, Tensor], added: Tensor | None) -> None:
-    """Put the taps into W_O, or into W_O and W_V, and let the content be without weight."""
+def _copy_taps_into_layer(
+    layer: MultiHeadAttention, kernel: Tensor | tuple[Tensor, Tensor], conv_bias: Tensor | None
+) -> None:
+    """Copy the taps into W_O, or into W_O and W_V, and set the content scores to zero."""
     assert layer.o_proj is not None and layer.q_proj is not None
     w_o, w_v = (kernel, None) if isinstance(kernel, Tensor) else kernel
     # (heads, out, dim) -> (out, heads · dim)
     layer.o_proj.weight.copy_(w_o.movedim(0, 1).flatten(1))
-    if added is not None:
-        layer.o_proj.bias.copy_(added)
+    if conv_bias is not None:
+        layer.o_proj.bias.copy_(conv_bias)
     if w_v is not None:
         assert isinstance(layer.v_proj, nn.Linear)
         layer.v_proj.weight.copy_(w_v.flatten(0, 1))
     if layer.position is None:
-        _unscored(layer)
+        _replace_qk_by_zero_maps(layer)
     else:
         layer.q_proj.weight.zero_()
 
 
-def _unscored(layer: Any) -> None:
-    """Leave out W_Q and W_K, of a layer whose heads have nothing to score."""
+def _replace_qk_by_zero_maps(layer: Any) -> None:
+    """Replace W_Q and W_K by maps to zero."""
     features = layer.num_heads * layer.head_dim
     layer.q_proj, layer.k_proj = ZeroMap(features), ZeroMap(features)
 
 
-def _over(where: Geometry, points: Points | None, sizes: tuple[int, ...], device: torch.device) -> Neighbourhood:
-    """Heads at these points, or heads that see all."""
-    outputs = where.outputs(sizes)
+def _tap_neighbourhood(
+    geometry: Geometry, points: TapOffsets | None, sizes: tuple[int, ...], device: torch.device
+) -> Neighbourhood:
+    """One point per head, or the whole grid if `points` is None."""
+    outputs = geometry.outputs(sizes)
     if points is None:
-        return Grid(*sizes, stride=where.stride, outputs=outputs)
-    # what is made in inference mode could not be used in training
+        return Grid(*sizes, stride=geometry.stride, outputs=outputs)
+    # tensors made in inference mode cannot be used in training
     with torch.inference_mode(False):
-        each = torch.tensor(points, device=device)
-        each = each[None] if where.together else each
-        return Offsets(each, sizes, stride=where.stride, outputs=outputs, padding=where.mode)
+        offsets = torch.tensor(points, device=device)
+        offsets = offsets[None] if geometry.pooled else offsets
+        return Offsets(offsets, sizes, stride=geometry.stride, outputs=outputs, padding=geometry.mode)
 
 
-# of the last images' sizes: they come again at every step
-_kept_over = lru_cache(maxsize=8)(_over)
+# training repeats a few image sizes
+_cached_tap_neighbourhood = lru_cache(maxsize=8)(_tap_neighbourhood)
 
 
-def _asking(
-    x: Float[Tensor, "*batch points channels"], where: Geometry, sizes: tuple[int, ...], outputs: tuple[int, ...]
+def _select_centre_queries(
+    x: Float[Tensor, "*batch points channels"], geometry: Geometry, sizes: tuple[int, ...], outputs: tuple[int, ...]
 ) -> Float[Tensor, "*batch queries channels"]:
-    """The points that ask: those under the middle of the kernel, at the border the nearest."""
-    if outputs == sizes and max(where.stride) == 1 and not any(where.middle):
+    """The queries: the points at the centre of the kernel; beyond the border, the nearest ones."""
+    if outputs == sizes and max(geometry.stride) == 1 and not any(geometry.centre):
         return x
-    middle = torch.tensor([where.middle], device=x.device)
-    under = Offsets(middle, sizes, stride=where.stride, outputs=outputs, padding="replicate").index
-    return widened(x).index_select(-2, under.flatten()).to(x.dtype)
+    centre = torch.tensor([geometry.centre], device=x.device)
+    index = Offsets(centre, sizes, stride=geometry.stride, outputs=outputs, padding="replicate").index
+    return to_at_least_fp32(x).index_select(-2, index.flatten()).to(x.dtype)
 
 
 def to_conv(layer: ConvolutionalAttention | MultiHeadAttention, *, leak: float = 1e-6) -> nn.Module:
-    """The convolution that a layer computes whose heads look at fixed points.
+    """The convolution that a layer computes, if its heads look at fixed points.
 
     Args:
-        layer: what `from_conv` made, trained further or not; or a `MultiHeadAttention` with a `QuadraticOffset`, which becomes a
-            convolution of stride 1 that keeps an image's size.
-        leak: how much of its weight a head may put elsewhere than on one point: at most, whatever the image's size.
+        layer: a result of `from_conv`, also after training; or a `MultiHeadAttention` with a `QuadraticOffset`, which becomes a
+            convolution with stride 1 that keeps the size of an image.
+        leak: the most weight that a head may put elsewhere than on one point, for any image size.
 
     Raises:
-        ValueError: where heads do not look at fixed points, with how far from it they are.
+        ValueError: if heads do not look at fixed points, with how much of their weight leaks.
     """
     leak = check_number("leak", leak, 0, 1)
-    attention, where, groups = layer, None, 1
+    attention, geometry, groups = layer, None, 1
     if isinstance(layer, ConvolutionalAttention):
-        attention, where, groups = layer.attention, layer.geometry, layer.groups
+        attention, geometry, groups = layer.attention, layer.geometry, layer.groups
         if layer.channelwise:
             raise ValueError(
-                "layer: it averages each channel by itself, of however many there are; the pooling that it was made of does that"
+                "layer must not be a pooling, which averages each channel separately and has no kernel; use the pooling itself"
             )
     if not isinstance(attention, MultiHeadAttention):
-        raise WrongType(f"layer must be what from_conv made, or a MultiHeadAttention, got {kind_of(layer)}")
-    check_content(attention)
+        raise WrongType(f"layer must be a result of from_conv or a MultiHeadAttention, got {describe_type(layer)}")
+    check_content_free(attention)
     if isinstance(attention.position, QuadraticOffset):
-        points = offsets(attention.position, attention.sink, leak)
-        where = where or around(points, attention.position.padding)
+        points = find_fixed_offsets(attention.position, attention.sink, leak)
+        geometry = geometry or smallest_geometry(points, attention.position.padding)
     elif isinstance(layer, ConvolutionalAttention):
         points = layer.points
     else:
         raise ValueError(
-            "layer: its heads look wherever its inputs and `over` say; a convolution needs heads at fixed points: a QuadraticOffset "
-            "as position, or what from_conv makes"
+            "layer must have heads that look at fixed points, as with position=QuadraticOffset(…) or a result of from_conv; here `over` and "
+            "the inputs decide"
         )
-    assert where is not None
-    return convolution(taps(attention), bias(attention, where), points, where, groups)
+    assert geometry is not None
+    return build_conv(tap_matrices(attention), output_bias(attention, geometry), points, geometry, groups)

@@ -1,6 +1,6 @@
-// Colours: one scale for weights, one for signed numbers, and one colour a role.
+// Colours: a scale for weights, a scale for signed numbers, and one colour per role.
 
-// OKLab to sRGB (Björn Ottosson): even steps of its lightness look even.
+// OKLCH to sRGB (Björn Ottosson): its lightness is perceptually uniform.
 function oklch(L, C, degrees) {
   const a = C * Math.cos((degrees * Math.PI) / 180), b = C * Math.sin((degrees * Math.PI) / 180);
   const l = (L + 0.3963377774 * a + 0.2158037573 * b) ** 3;
@@ -10,48 +10,48 @@ function oklch(L, C, degrees) {
     .map((x) => Math.round(255 * Math.min(1, Math.max(0, x <= 0.0031308 ? 12.92 * x : 1.055 * x ** (1 / 2.4) - 0.055))));
 }
 
-const dark = () => document.documentElement.dataset.theme === "dark";
+const isDark = () => document.documentElement.dataset.theme === "dark";
 const RAMPS = {
   light: (t) => oklch(0.985 - 0.685 * t, 0.012 + 0.17 * Math.sin(Math.PI * Math.min(1, 0.1 + 0.72 * t)) * t ** 0.5, 225 + 60 * t),
   dark: (t) => oklch(0.235 + 0.7 * t, 0.015 + 0.15 * Math.sin(Math.PI * Math.min(1, 0.05 + 0.85 * t)), 285 - 165 * t ** 1.4),
 };
 const tables = {};
 
-// 256 colours from 0 to 1, of the square root of a weight.
+// 256 colours, indexed by the square root of a weight.
 function ramp() {
-  const name = dark() ? "dark" : "light";
+  const name = isDark() ? "dark" : "light";
   return (tables[name] ??= Array.from({ length: 256 }, (_, i) => RAMPS[name](i / 255)));
 }
-const level = (w) => Math.round(255 * Math.sqrt(Math.min(1, Math.max(0, w || 0))));
+const rampIndex = (w) => Math.round(255 * Math.sqrt(Math.min(1, Math.max(0, w || 0))));
 const rgb = (c) => `rgb(${c[0]},${c[1]},${c[2]})`;
-const colour = (w) => rgb(ramp()[level(w)]);
+const colour = (w) => rgb(ramp()[rampIndex(w)]);
 
-// Ink that can be read on the colour of a weight.
-function ink(w) {
-  const [r, g, b] = ramp()[level(w)];
+// A text colour that is readable on the colour of a weight.
+function textColour(w) {
+  const [r, g, b] = ramp()[rampIndex(w)];
   return 0.2126 * (r / 255) ** 2.2 + 0.7152 * (g / 255) ** 2.2 + 0.0722 * (b / 255) ** 2.2 > 0.3 ? "#14161c" : "#fff";
 }
 
-// A signed number between -1 and 1: blue below zero, orange above, as people who see few colours can tell them.
-function signed(x) {
-  const name = dark() ? "signed dark" : "signed light";
+// The colour of a number in [-1, 1]: blue if negative, orange if positive, which is safe for colour-blind readers.
+function signedColour(x) {
+  const name = isDark() ? "signed dark" : "signed light";
   tables[name] ??= Array.from({ length: 257 }, (_, i) => {
-    const t = Math.abs(i - 128) / 128, down = i < 128;
-    return rgb(dark() ? oklch(0.26 + 0.52 * t ** 0.7, 0.01 + 0.14 * t ** 0.7, down ? 245 : 58) : oklch(0.965 - 0.4 * t ** 0.7, 0.005 + 0.15 * t ** 0.7, down ? 250 : 50));
+    const t = Math.abs(i - 128) / 128, negative = i < 128;
+    return rgb(isDark() ? oklch(0.26 + 0.52 * t ** 0.7, 0.01 + 0.14 * t ** 0.7, negative ? 245 : 58) : oklch(0.965 - 0.4 * t ** 0.7, 0.005 + 0.15 * t ** 0.7, negative ? 250 : 50));
   });
   return tables[name][Math.round(128 + 128 * Math.max(-1, Math.min(1, x)))];
 }
 
-// After Okabe and Ito (2008). With more roles than colours, the frame's line tells them apart.
-const HUES = ["#d55e00", "#009e73", "#56b4e9", "#cc79a7", "#e69f00", "#0072b2", "#a89b00", "#8a6d5a"];
-const LINES = ["solid", "dashed", "dotted", "double"];
-// In the order of the table of roles: a role has the same colour on every page.
-const KNOWN = [...new Set([...Object.keys(record.roles), ...record.cards.map((card) => card.role)])];
+// The palette of Okabe and Ito (2008). If there are more roles than colours, the line style distinguishes them.
+const ROLE_COLOURS = ["#d55e00", "#009e73", "#56b4e9", "#cc79a7", "#e69f00", "#0072b2", "#a89b00", "#8a6d5a"];
+const ROLE_LINES = ["solid", "dashed", "dotted", "double"];
+// In the order of the table of roles, so that a role has the same colour on every page.
+const ROLE_ORDER = [...new Set([...Object.keys(record.roles), ...record.cards.map((card) => card.role)])];
 const ROLES = [...new Set(record.cards.map((card) => card.role))];
-const counted = (role) => new Set(record.cards.filter((card) => card.role === role).map((card) => card.name)).size;
-ROLES.sort((a, b) => counted(b) - counted(a));
-const roleColour = (role) => (role === undefined ? "transparent" : HUES[KNOWN.indexOf(role) % HUES.length]);
-const roleLine = (role) => LINES[Math.floor(Math.max(0, KNOWN.indexOf(role)) / HUES.length) % LINES.length];
+const countHeads = (role) => new Set(record.cards.filter((card) => card.role === role).map((card) => card.name)).size;
+ROLES.sort((a, b) => countHeads(b) - countHeads(a));
+const roleColour = (role) => (role === undefined ? "transparent" : ROLE_COLOURS[ROLE_ORDER.indexOf(role) % ROLE_COLOURS.length]);
+const roleLine = (role) => ROLE_LINES[Math.floor(Math.max(0, ROLE_ORDER.indexOf(role)) / ROLE_COLOURS.length) % ROLE_LINES.length];
 const initials = (role) => {
   const words = role.split(/[\s/-]+/).filter((word) => word && !/^(for|of|the)$/.test(word));
   return words.length > 1 ? words.slice(0, 2).map((word) => word[0].toUpperCase()).join("") : role.slice(0, 1).toUpperCase() + role.slice(1, 2);

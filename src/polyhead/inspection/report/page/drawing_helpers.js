@@ -1,11 +1,11 @@
-// Small tools for drawing: elements, numbers, a tooltip.
+// Helpers for drawing: elements, number formats, canvases, the tooltip.
 
 const $ = (id) => document.getElementById(id);
 
-// An element; text goes in as text, never as HTML.
-function el(name, given = {}, ...children) {
+// Create an HTML element. Children that are strings become text, never HTML.
+function el(name, attributes = {}, ...children) {
   const node = document.createElement(name);
-  for (const [key, value] of Object.entries(given)) {
+  for (const [key, value] of Object.entries(attributes)) {
     if (key === "on") for (const [event, run] of Object.entries(value)) node.addEventListener(event, run);
     else if (key === "style") node.style.cssText = value;
     else if (value !== null && value !== undefined && value !== false) node.setAttribute(key, value === true ? "" : value);
@@ -14,58 +14,60 @@ function el(name, given = {}, ...children) {
   return node;
 }
 
-function svg(name, given = {}, ...children) {
+function svg(name, attributes = {}, ...children) {
   const node = document.createElementNS("http://www.w3.org/2000/svg", name);
-  for (const [key, value] of Object.entries(given)) if (value !== null && value !== undefined) node.setAttribute(key, value);
+  for (const [key, value] of Object.entries(attributes)) if (value !== null && value !== undefined) node.setAttribute(key, value);
   node.append(...children.flat().filter(Boolean));
   return node;
 }
 
-// A token among other text: its direction is its own affair.
-const token = (text) => el("bdi", { class: "token", dir: "auto" }, shown(text));
-// white space can be a token too
-const shown = (text) => (/^\s*$/.test(text) ? (text === "" ? "∅" : text.replace(/\n/g, "⏎").replace(/\t/g, "⇥").replace(/\s/g, "␣")) : text);
+// A token inside other text, with its own writing direction.
+const token = (text) => el("bdi", { class: "token", dir: "auto" }, visibleText(text));
+// Make white space visible.
+const visibleText = (text) => (/^\s*$/.test(text) ? (text === "" ? "∅" : text.replace(/\n/g, "⏎").replace(/\t/g, "⇥").replace(/\s/g, "␣")) : text);
 
-const number = (x, digits = 2) => (x === null || x === undefined || Number.isNaN(x) ? "–" : x.toFixed(digits));
-const percent = (x) => (x === null || x === undefined ? "–" : x > 0 && x < 0.01 ? "< 1 %" : `${Math.round(100 * x)} %`);
-// a weight to be read exactly
-const exactly = (w) => (w > 0 && w < 0.0005 ? w.toExponential(1) : number(w, 3));
-// a weight in a small cell: .56
-const brief = (w) => (w >= 0.995 ? "1" : w < 0.005 ? "0" : w.toFixed(2).slice(1));
+const formatNumber = (x, digits = 2) => (x === null || x === undefined || Number.isNaN(x) ? "–" : x.toFixed(digits));
+const formatPercent = (x) => (x === null || x === undefined ? "–" : x > 0 && x < 0.01 ? "< 1 %" : `${Math.round(100 * x)} %`);
+// A weight with three digits, or in exponential notation if it is tiny.
+const formatWeight = (w) => (w > 0 && w < 0.0005 ? w.toExponential(1) : formatNumber(w, 3));
+// A weight in a small cell: .56
+const formatShort = (w) => (w >= 0.995 ? "1" : w < 0.005 ? "0" : w.toFixed(2).slice(1));
 const measureName = () => (state.measure === "weight" ? "weight" : "contribution");
 
-function canvas(node, width, height) {
+// Resize a canvas for the device's pixel ratio and clear it; return its context.
+function prepareCanvas(node, width, height) {
   const ratio = Math.max(1, window.devicePixelRatio || 1);
   if (node.width !== Math.round(width * ratio) || node.height !== Math.round(height * ratio)) {
     node.width = Math.round(width * ratio); node.height = Math.round(height * ratio);
     node.style.width = `${width}px`; node.style.height = `${height}px`;
   }
-  const pen = node.getContext("2d");
-  pen.setTransform(ratio, 0, 0, ratio, 0, 0);
-  pen.clearRect(0, 0, width, height);
-  return pen;
+  const ctx = node.getContext("2d");
+  ctx.setTransform(ratio, 0, 0, ratio, 0, 0);
+  ctx.clearRect(0, 0, width, height);
+  return ctx;
 }
 
-// A matrix as a picture, a pixel a cell, on a sheet of its own or on a given one.
-function picture(data, height, width, sheet = document.createElement("canvas")) {
+// Draw a matrix on a canvas, one pixel per cell.
+function drawMatrix(data, height, width, canvas = document.createElement("canvas")) {
   const image = new ImageData(width, height), colours = ramp();
   for (let n = 0; n < height * width; n++) {
-    const c = colours[level(data[n])];
+    const c = colours[rampIndex(data[n])];
     image.data[4 * n] = c[0]; image.data[4 * n + 1] = c[1]; image.data[4 * n + 2] = c[2]; image.data[4 * n + 3] = 255;
   }
-  sheet.width = width; sheet.height = height;
-  sheet.getContext("2d").putImageData(image, 0, 0);
-  return sheet;
+  canvas.width = width; canvas.height = height;
+  canvas.getContext("2d").putImageData(image, 0, 0);
+  return canvas;
 }
 
-// A colour of the style sheet. Asking the browser costs a layout, so it is asked once a theme.
-const styles = {};
-function style(name) {
-  const known = (styles[document.documentElement.dataset.theme] ??= {});
-  return (known[name] ??= getComputedStyle(document.documentElement).getPropertyValue(name).trim());
+// A colour of the style sheet. getComputedStyle may force a layout, so results are cached per theme.
+const colourCache = {};
+function cssColour(name) {
+  const cache = (colourCache[document.documentElement.dataset.theme] ??= {});
+  return (cache[name] ??= getComputedStyle(document.documentElement).getPropertyValue(name).trim());
 }
 
-function tip(event, ...content) {
+// Show a tooltip beside the pointer; hide it if there is no content.
+function showTip(event, ...content) {
   const box = $("tip");
   if (!content.length) { box.hidden = true; return; }
   box.replaceChildren(...content);

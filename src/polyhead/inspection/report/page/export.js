@@ -1,4 +1,4 @@
-// Files: the map, the mosaic and the arcs as SVG, the matrix as CSV.
+// Export: the heat map, the mosaic and the arcs as SVG, the matrix as CSV.
 
 function save(name, text, type) {
   const link = el("a", { href: URL.createObjectURL(new Blob([text], { type })), download: name });
@@ -16,106 +16,106 @@ function saveSvg(name, drawing, width, height) {
   drawing.setAttribute("width", width);
   drawing.setAttribute("height", height);
   drawing.setAttribute("font-family", "system-ui, sans-serif");
-  drawing.prepend(svg("rect", { width, height, fill: style("--panel") }));
+  drawing.prepend(svg("rect", { width, height, fill: cssColour("--panel") }));
   save(name, new XMLSerializer().serializeToString(drawing), "image/svg+xml");
 }
 
-// A matrix as shapes, or as one picture where they would be too many.
+// A matrix as rectangles, or as one image if there are more than 4,096.
 function cellShapes(data, height, width, x, y, cw, ch) {
   if (height * width <= 4096) {
     return Array.from({ length: height * width }, (_, n) => svg("rect", { x: x + (n % width) * cw, y: y + Math.floor(n / width) * ch, width: cw, height: ch, fill: colour(data[n]) }));
   }
-  return [svg("image", { href: picture(data, height, width).toDataURL(), x, y, width: cw * width, height: ch * height, preserveAspectRatio: "none", style: "image-rendering:pixelated" })];
+  return [svg("image", { href: drawMatrix(data, height, width).toDataURL(), x, y, width: cw * width, height: ch * height, preserveAspectRatio: "none", style: "image-rendering:pixelated" })];
 }
 
 function exportHeat() {
-  const now = current(), drawing = svg("svg");
-  if (now.of.image) { exportOverlay(); return; }
-  if (now.of.kind === "graph") { exportNeighbourhood(); return; }
-  const { cells, view } = plot, few = Math.max(cells.height, cells.width) <= 64 && cells.exact;
-  const cell = few ? 30 : 480 / Math.max(cells.height, cells.width), left = few ? 110 : 50, top = few ? 110 : 50;
-  drawing.append(svg("text", { x: 12, y: 24, "font-size": 15, "font-weight": 600, fill: style("--ink") }, `${headName()} ${measureName()}`, svg("tspan", { dx: 10, "font-size": 11, "font-weight": 400, fill: style("--soft") }, "colour: square root of 0 … 1")));
+  const current = currentHead(), drawing = svg("svg");
+  if (current.layer.image) { exportOverlay(); return; }
+  if (current.layer.kind === "graph") { exportNeighbourhood(); return; }
+  const { cells, view } = plot, showNames = Math.max(cells.height, cells.width) <= 64 && cells.exact;
+  const cell = showNames ? 30 : 480 / Math.max(cells.height, cells.width), left = showNames ? 110 : 50, top = showNames ? 110 : 50;
+  drawing.append(svg("text", { x: 12, y: 24, "font-size": 15, "font-weight": 600, fill: cssColour("--ink") }, `${headName()} ${measureName()}`, svg("tspan", { dx: 10, "font-size": 11, "font-weight": 400, fill: cssColour("--soft") }, "colour: square root of the value, 0 to 1")));
   drawing.append(...cellShapes(cells.data, cells.height, cells.width, left, top, cell, cell));
-  if (few) {
-    for (let r = 0; r < cells.height; r++) drawing.append(svg("text", { x: left - 8, y: top + (r + 0.66) * cell, "text-anchor": "end", "font-size": 12, fill: style("--ink") }, shown(now.rows[cells.r0 + r].label)));
-    for (let c = 0; c < cells.width; c++) drawing.append(svg("text", { transform: `translate(${left + (c + 0.55) * cell},${top - 8}) rotate(-50)`, "font-size": 12, fill: style("--ink") }, shown(now.cols[cells.c0 + c].label)));
-    cells.data.forEach((w, n) => { if (w >= 0.005) drawing.append(svg("text", { x: left + ((n % cells.width) + 0.5) * cell, y: top + (Math.floor(n / cells.width) + 0.64) * cell, "text-anchor": "middle", "font-size": 11, fill: ink(w) }, brief(w))); });
-  } else drawing.append(svg("text", { x: left, y: top - 8, "font-size": 12, fill: style("--soft") }, `rows ${Math.floor(view.r0)}–${Math.ceil(view.r1) - 1}, columns ${Math.floor(view.c0)}–${Math.ceil(view.c1) - 1}`));
+  if (showNames) {
+    for (let r = 0; r < cells.height; r++) drawing.append(svg("text", { x: left - 8, y: top + (r + 0.66) * cell, "text-anchor": "end", "font-size": 12, fill: cssColour("--ink") }, visibleText(current.rows[cells.r0 + r].label)));
+    for (let c = 0; c < cells.width; c++) drawing.append(svg("text", { transform: `translate(${left + (c + 0.55) * cell},${top - 8}) rotate(-50)`, "font-size": 12, fill: cssColour("--ink") }, visibleText(current.cols[cells.c0 + c].label)));
+    cells.data.forEach((w, n) => { if (w >= 0.005) drawing.append(svg("text", { x: left + ((n % cells.width) + 0.5) * cell, y: top + (Math.floor(n / cells.width) + 0.64) * cell, "text-anchor": "middle", "font-size": 11, fill: textColour(w) }, formatShort(w))); });
+  } else drawing.append(svg("text", { x: left, y: top - 8, "font-size": 12, fill: cssColour("--soft") }, `rows ${Math.floor(view.r0)}–${Math.ceil(view.r1) - 1}, columns ${Math.floor(view.c0)}–${Math.ceil(view.c1) - 1}`));
   saveSvg(`${headName()}-${fileMeasure()}.svg`, drawing, left + cells.width * cell + 60, top + cells.height * cell + 16);
 }
 
 function exportMosaic() {
   const drawing = svg("svg"), size = 64, step = 72, left = 44, top = 34;
-  let line = -1, last = null, place = 0;
-  for (const one of tiles) {
-    if (one.at !== last || place === one.across) { line++; place = 0; last = one.at; drawing.append(svg("text", { x: 8, y: top + line * step + 36, "font-size": 13, fill: style("--ink") }, `L${one.of.number}`)); }
-    const x = left + place * step, y = top + line * step, role = one.cards[0]?.role;
-    if (one.of.drawn !== "matrix") {
-      const star = document.createElement("canvas");
-      (one.of.image ? drawGlance : drawStar)(canvas(star, size, size), one.of, one.place, size);
-      drawing.append(svg("image", { href: star.toDataURL(), x, y, width: size, height: size }));
+  let row = -1, lastLayer = null, column = 0;
+  for (const tile of tiles) {
+    if (tile.layerIndex !== lastLayer || column === tile.perRow) { row++; column = 0; lastLayer = tile.layerIndex; drawing.append(svg("text", { x: 8, y: top + row * step + 36, "font-size": 13, fill: cssColour("--ink") }, `L${tile.layer.number}`)); }
+    const x = left + column * step, y = top + row * step, role = tile.cards[0]?.role;
+    if (tile.layer.display !== "matrix") {
+      const thumbnail = document.createElement("canvas");
+      (tile.layer.image ? drawImageTile : drawGraphTile)(prepareCanvas(thumbnail, size, size), tile.layer, tile.head, size);
+      drawing.append(svg("image", { href: thumbnail.toDataURL(), x, y, width: size, height: size }));
     }
-    else if (one.shown) drawing.append(...cellShapes(one.shown.data, one.shown.height, one.shown.width, x, y, size / one.shown.width, size / one.shown.height));
-    drawing.append(svg("rect", { x: x - 2, y: y - 2, width: size + 4, height: size + 4, rx: 3, fill: "none", stroke: role ? roleColour(role) : style("--rule"), "stroke-width": role ? 3 : 1, "stroke-dasharray": role && roleLine(role) !== "solid" ? (roleLine(role) === "dashed" ? "8 5" : "2 4") : null }, svg("title", {}, `${one.of.label(one.place)} ${role ?? ""}`)));
-    if (line === 0) drawing.append(svg("text", { x: x + size / 2, y: 22, "text-anchor": "middle", "font-size": 12, fill: style("--soft") }, `H${one.of.heads[one.place]}`));
-    place++;
+    else if (tile.matrix) drawing.append(...cellShapes(tile.matrix.data, tile.matrix.height, tile.matrix.width, x, y, size / tile.matrix.width, size / tile.matrix.height));
+    drawing.append(svg("rect", { x: x - 2, y: y - 2, width: size + 4, height: size + 4, rx: 3, fill: "none", stroke: role ? roleColour(role) : cssColour("--rule"), "stroke-width": role ? 3 : 1, "stroke-dasharray": role && roleLine(role) !== "solid" ? (roleLine(role) === "dashed" ? "8 5" : "2 4") : null }, svg("title", {}, `${tile.layer.label(tile.head)} ${role ?? ""}`)));
+    if (row === 0) drawing.append(svg("text", { x: x + size / 2, y: 22, "text-anchor": "middle", "font-size": 12, fill: cssColour("--soft") }, `H${tile.layer.heads[tile.head]}`));
+    column++;
   }
-  saveSvg(`heads-${fileMeasure()}.svg`, drawing, left + Math.max(...tiles.map((one) => one.across)) * step + 8, top + (line + 1) * step + 8);
+  saveSvg(`heads-${fileMeasure()}.svg`, drawing, left + Math.max(...tiles.map((tile) => tile.perRow)) * step + 8, top + (row + 1) * step + 8);
 }
 
 function exportArcs() {
   if (!arcs) return;
   const stage = $("stage").getBoundingClientRect(), drawing = svg("svg"), base = arcs.getBoundingClientRect();
-  const drawn = arcs.cloneNode(true);
-  const group = svg("g", { transform: `translate(${base.left - stage.left},${base.top - stage.top})`, "font-size": 12, fill: style("--soft") });
-  group.append(...drawn.childNodes);
+  const copy = arcs.cloneNode(true);
+  const group = svg("g", { transform: `translate(${base.left - stage.left},${base.top - stage.top})`, "font-size": 12, fill: cssColour("--soft") });
+  group.append(...copy.childNodes);
   drawing.append(group);
   for (const node of document.querySelectorAll("#stage .word")) {
     const name = node.querySelector("bdi"), box = name.getBoundingClientRect(), { fontSize, fontFamily } = getComputedStyle(name), size = parseFloat(fontSize);
-    drawing.append(svg("text", { x: box.left + box.width / 2 - stage.left, y: box.top - stage.top + box.height / 2 + size * 0.34, "font-family": fontFamily, "text-anchor": "middle", "font-size": size, fill: node.classList.contains("special") ? style("--faint") : style("--ink") }, name.textContent));
+    drawing.append(svg("text", { x: box.left + box.width / 2 - stage.left, y: box.top - stage.top + box.height / 2 + size * 0.34, "font-family": fontFamily, "text-anchor": "middle", "font-size": size, fill: node.classList.contains("special") ? cssColour("--faint") : cssColour("--ink") }, name.textContent));
   }
   saveSvg(`${headName()}-arcs.svg`, drawing, Math.ceil(stage.width), Math.ceil(stage.height) + 8);
 }
 
-const quoted = (text) => `"${String(text).replaceAll('"', '""')}"`;
+const quoteCsv = (text) => `"${String(text).replaceAll('"', '""')}"`;
 
-// The matrix shown; of a text too long for that, the part in sight.
+// Export the matrix; of a long text, the visible part.
 function exportCsv() {
-  const now = current();
-  if (now.of.kind === "graph") { exportEdges(); return; }
-  const all = now.data || now.of.image, v = all ? whole(now) : plot.view;
-  const r0 = Math.floor(v.r0), r1 = Math.min(now.rows.length, Math.ceil(v.r1)), c0 = Math.floor(v.c0), c1 = Math.min(now.cols.length, Math.ceil(v.c1));
+  const current = currentHead();
+  if (current.layer.kind === "graph") { exportEdges(); return; }
+  const all = current.data || current.layer.image, range = all ? fullView(current) : plot.view;
+  const r0 = Math.floor(range.r0), r1 = Math.min(current.rows.length, Math.ceil(range.r1)), c0 = Math.floor(range.c0), c1 = Math.min(current.cols.length, Math.ceil(range.c1));
   const part = all ? "" : `-rows-${r0}-${r1 - 1}-columns-${c0}-${c1 - 1}`;
   if (!all && !plot.cells.exact) {
     const { data, height, width } = plot.cells;
-    const lines = Array.from({ length: height }, (_, i) => Array.from(data.subarray(i * width, (i + 1) * width), plain).join());
+    const lines = Array.from({ length: height }, (_, i) => Array.from(data.subarray(i * width, (i + 1) * width), roundForCsv).join());
     save(`${headName()}-${fileMeasure()}-averaged.csv`, `${lines.join("\n")}\n`, "text/csv");
     return;
   }
-  const lines = [["", ...now.cols.slice(c0, c1).map((item) => quoted(item.label))].join()];
-  for (let i = r0; i < r1; i++) lines.push([quoted(now.rows[i].label), ...Array.from(rowOf(now, i).subarray(c0, c1), plain)].join());
+  const lines = [["", ...current.cols.slice(c0, c1).map((item) => quoteCsv(item.label))].join()];
+  for (let i = r0; i < r1; i++) lines.push([quoteCsv(current.rows[i].label), ...Array.from(rowWeights(current, i).subarray(c0, c1), roundForCsv)].join());
   save(`${headName()}-${fileMeasure()}${part}.csv`, `${lines.join("\n")}\n`, "text/csv");
 }
 
-const plain = (w) => Number(w.toPrecision(8));
+const roundForCsv = (w) => Number(w.toPrecision(8));
 
 function exportEdges() {
-  const of = layer(), all = of.got.edges.length / 2, lines = ["source,destination,weight"];
-  for (let e = 0; e < all; e++) lines.push([quoted(nodeName(of, "columns", of.got.edges[e])), quoted(nodeName(of, "rows", of.got.edges[all + e])), plain(of.got.weights[state.head * all + e])].join());
+  const layer = currentLayer(), all = layer.loaded.edges.length / 2, lines = ["source,destination,weight"];
+  for (let e = 0; e < all; e++) lines.push([quoteCsv(nodeName(layer, "columns", layer.loaded.edges[e])), quoteCsv(nodeName(layer, "rows", layer.loaded.edges[all + e])), roundForCsv(layer.loaded.weights[state.head * all + e])].join());
   save(`${headName()}-edges.csv`, `${lines.join("\n")}\n`, "text/csv");
 }
 
 function exportNeighbourhood() {
   const drawing = document.querySelector(".neighbourhood").cloneNode(true), size = Number(drawing.getAttribute("width"));
-  drawing.querySelectorAll("text").forEach((text) => { text.setAttribute("fill", style("--ink")); text.setAttribute("font-size", 13); });
-  drawing.querySelectorAll(".self").forEach((node) => node.setAttribute("fill", style("--accent")));
+  drawing.querySelectorAll("text").forEach((text) => { text.setAttribute("fill", cssColour("--ink")); text.setAttribute("font-size", 13); });
+  drawing.querySelectorAll(".self").forEach((node) => node.setAttribute("fill", cssColour("--accent")));
   saveSvg(`${headName()}-node-${state.node}.svg`, drawing, size, size);
 }
 
 function buildExport() {
-  const graph = layers.every((of) => of.kind === "graph"), image = layers.every((of) => of.image);
+  const graph = layers.every((layer) => layer.kind === "graph"), image = layers.every((layer) => layer.image);
   const entries = [
-    ["heat", graph ? "Neighbourhood, SVG" : image ? "Overlay, SVG" : "Heat-map, SVG", exportHeat], ["mosaic", "All heads, SVG", exportMosaic],
+    ["heat", graph ? "Neighbourhood, SVG" : image ? "Overlay, SVG" : "Heat map, SVG", exportHeat], ["mosaic", "All heads, SVG", exportMosaic],
     graph || image ? null : ["arcs", "Sentence with arcs, SVG", exportArcs], ["csv", graph ? "Edges, CSV" : "Matrix, CSV", exportCsv],
   ].filter(Boolean);
   const menu = $("export");

@@ -1,168 +1,168 @@
-// Graphs: the neighbourhood of one node, for each head, with the weights of its edges.
+// Graphs: the neighbourhood of one node in each head, with the weights of its edges.
 
-// More neighbours than this cannot be told apart on a circle.
-const AROUND = 24;
+// Maximum number of neighbours on the circle.
+const MAX_NEIGHBOURS = 24;
 
-const nodeName = (of, side, i) => (of[side] === null ? `${i}` : record.texts[of[side]].pieces[i]);
+const nodeName = (layer, side, i) => (layer[side] === null ? `${i}` : record.texts[layer[side]].pieces[i]);
 
-// The edges of a node, found once a layer: where they begin in a list sorted by node.
-function sorted(of, direction) {
-  of.sides ??= {};
-  if (of.sides[direction]) return of.sides[direction];
-  const edges = of.got.edges, number = edges.length / 2, nodes = direction === "in" ? of.queries : of.keys;
-  const end = direction === "in" ? number : 0, start = new Uint32Array(nodes + 1), order = new Uint32Array(number);
-  for (let e = 0; e < number; e++) start[edges[end + e] + 1]++;
+// The edges sorted by node, once per layer: the first edge of each node, and the order of the edges.
+function sortEdges(layer, direction) {
+  layer.sides ??= {};
+  if (layer.sides[direction]) return layer.sides[direction];
+  const edges = layer.loaded.edges, count = edges.length / 2, nodes = direction === "in" ? layer.queries : layer.keys;
+  const end = direction === "in" ? count : 0, start = new Uint32Array(nodes + 1), order = new Uint32Array(count);
+  for (let e = 0; e < count; e++) start[edges[end + e] + 1]++;
   for (let n = 0; n < nodes; n++) start[n + 1] += start[n];
   const fill = start.slice();
-  for (let e = 0; e < number; e++) order[fill[edges[end + e]]++] = e;
-  return (of.sides[direction] = { start, order });
+  for (let e = 0; e < count; e++) order[fill[edges[end + e]]++] = e;
+  return (layer.sides[direction] = { start, order });
 }
 
-function edgeValue(of, place, e) {
-  const number = of.got.edges.length / 2, w = of.got.weights[place * number + e];
-  return state.measure === "weight" ? w : w * of.moved(place, of.got.edges[e]);
+function edgeValue(layer, head, e) {
+  const count = layer.loaded.edges.length / 2, w = layer.loaded.weights[head * count + e];
+  return state.measure === "weight" ? w : w * layer.valueNorm(head, layer.loaded.edges[e]);
 }
 
-// Edges of the node: who is at the other end, and with what weight in a head. Contributions are shares of what reaches a node.
-function around(of, place, node = state.node, direction = state.direction) {
-  const { start, order } = sorted(of, direction), number = of.got.edges.length / 2;
+// The edges of a node in a head: the other node and the weight. Contributions are shares of all that a node receives.
+function edgesOf(layer, head, node = state.node, direction = state.direction) {
+  const { start, order } = sortEdges(layer, direction), count = layer.loaded.edges.length / 2;
   const list = [];
   for (let n = start[node]; n < start[node + 1]; n++) {
     const e = order[n];
-    list.push({ e, other: of.got.edges[direction === "in" ? e : number + e], w: edgeValue(of, place, e) });
+    list.push({ e, other: layer.loaded.edges[direction === "in" ? e : count + e], w: edgeValue(layer, head, e) });
   }
-  if (state.measure === "share") for (const one of list) { const total = reaching(of, place, direction === "in" ? node : one.other); one.w = total > 0 ? one.w / total : 0; }
+  if (state.measure === "share") for (const edge of list) { const total = incomingTotal(layer, head, direction === "in" ? node : edge.other); edge.w = total > 0 ? edge.w / total : 0; }
   return list;
 }
 
-function reaching(of, place, node) {
-  const { start, order } = sorted(of, "in");
+function incomingTotal(layer, head, node) {
+  const { start, order } = sortEdges(layer, "in");
   let total = 0;
-  for (let n = start[node]; n < start[node + 1]; n++) total += edgeValue(of, place, order[n]);
+  for (let n = start[node]; n < start[node + 1]; n++) total += edgeValue(layer, head, order[n]);
   return total;
 }
 
-// The neighbours that are drawn stand at the same places in every head: those that are strong in any, by number.
-function places(of) {
-  const key = `${of.number},${state.node},${state.direction},${state.measure}`;
-  if (places.key === key) return places.kept;
+// The neighbours to draw, by index: those with the largest weight in any head, so that all heads draw the same ones.
+function drawnNeighbours(layer) {
+  const key = `${layer.number},${state.node},${state.direction},${state.measure}`;
+  if (drawnNeighbours.key === key) return drawnNeighbours.result;
   const strength = new Map();
-  for (let place = 0; place < of.heads.length; place++) for (const { other, w } of around(of, place)) strength.set(other, Math.max(strength.get(other) ?? 0, Math.abs(w)));
-  const kept = [...strength].sort((a, b) => b[1] - a[1]).slice(0, AROUND).map(([other]) => other).sort((a, b) => a - b);
-  places.key = key;
-  return (places.kept = { kept, all: strength.size });
+  for (let head = 0; head < layer.heads.length; head++) for (const { other, w } of edgesOf(layer, head)) strength.set(other, Math.max(strength.get(other) ?? 0, Math.abs(w)));
+  const neighbours = [...strength].sort((a, b) => b[1] - a[1]).slice(0, MAX_NEIGHBOURS).map(([other]) => other).sort((a, b) => a - b);
+  drawnNeighbours.key = key;
+  return (drawnNeighbours.result = { neighbours, all: strength.size });
 }
 
-function geometry(of, size, margin) {
-  const { kept } = places(of), others = kept.filter((other) => other !== state.node || of.queries !== of.keys);
-  const centre = size / 2, radius = size / 2 - margin, at = new Map();
+function placeNeighbours(layer, size, margin) {
+  const { neighbours } = drawnNeighbours(layer), others = neighbours.filter((other) => other !== state.node || layer.queries !== layer.keys);
+  const centre = size / 2, radius = size / 2 - margin, positions = new Map();
   others.forEach((other, n) => {
     const angle = (2 * Math.PI * n) / others.length - Math.PI / 2 + (others.length === 2 ? Math.PI / 2 : 0);
-    at.set(other, [centre + radius * Math.cos(angle), centre + radius * Math.sin(angle)]);
+    positions.set(other, [centre + radius * Math.cos(angle), centre + radius * Math.sin(angle)]);
   });
-  return { centre, at };
+  return { centre, positions };
 }
 
-// The small drawing of a head in the mosaic.
-function drawStar(pen, of, place, size) {
-  const { centre, at } = geometry(of, size, Math.max(3, size * 0.12));
-  for (const { other, w } of around(of, place).sort((a, b) => a.w - b.w)) {
-    pen.strokeStyle = pen.fillStyle = colour(Math.max(0.03, Math.abs(w)));
-    pen.lineWidth = 0.6 + (size / 14) * Math.abs(w);
-    const to = at.get(other);
-    if (to) { pen.beginPath(); pen.moveTo(centre, centre); pen.lineTo(...to); pen.stroke(); pen.beginPath(); pen.arc(...to, Math.max(1.2, size / 26), 0, 7); pen.fill(); }
-    else if (other === state.node) { pen.beginPath(); pen.arc(centre, centre - size * 0.09, size * 0.09, 0, 7); pen.stroke(); }
+// Draw the tile of a head in the mosaic.
+function drawGraphTile(ctx, layer, head, size) {
+  const { centre, positions } = placeNeighbours(layer, size, Math.max(3, size * 0.12));
+  for (const { other, w } of edgesOf(layer, head).sort((a, b) => a.w - b.w)) {
+    ctx.strokeStyle = ctx.fillStyle = colour(Math.max(0.03, Math.abs(w)));
+    ctx.lineWidth = 0.6 + (size / 14) * Math.abs(w);
+    const position = positions.get(other);
+    if (position) { ctx.beginPath(); ctx.moveTo(centre, centre); ctx.lineTo(...position); ctx.stroke(); ctx.beginPath(); ctx.arc(...position, Math.max(1.2, size / 26), 0, 7); ctx.fill(); }
+    else if (other === state.node) { ctx.beginPath(); ctx.arc(centre, centre - size * 0.09, size * 0.09, 0, 7); ctx.stroke(); }
   }
-  pen.fillStyle = style("--accent");
-  pen.beginPath(); pen.arc(centre, centre, Math.max(1.8, size / 18), 0, 7); pen.fill();
+  ctx.fillStyle = cssColour("--accent");
+  ctx.beginPath(); ctx.arc(centre, centre, Math.max(1.8, size / 18), 0, 7); ctx.fill();
 }
 
-// The chosen head's neighbourhood, large, with names.
+// Draw the neighbourhood in the selected head, large, with names.
 function drawNeighbourhood() {
-  const of = layer();
-  if (of.kind !== "graph") return;
-  const side = state.direction === "in" ? "columns" : "rows", mine = state.direction === "in" ? "rows" : "columns";
-  const width = Math.min($("plot").clientWidth, 520), size = Math.max(280, Math.min(width, innerHeight - 230)), { centre, at } = geometry(of, size, 60);
-  const drawing = svg("svg", { viewBox: `0 0 ${size} ${size}`, width: size, height: size, class: "neighbourhood", role: "img", "aria-label": `Neighbours of ${nodeName(of, mine, state.node)} in ${headName()}` });
-  const over = [];
-  for (const { other, w } of around(of, state.head).sort((a, b) => a.w - b.w)) {
-    const name = nodeName(of, side, other), to = at.get(other), strength = Math.abs(w);
-    const events = (node) => {
-      node.addEventListener("pointermove", (event) => tip(event, ...(state.direction === "in" ? [token(nodeName(of, mine, state.node)), " looks at ", token(name)] : [token(name), " looks at ", token(nodeName(of, mine, state.node))]), ": ", el("b", {}, number(w, 3))));
-      node.addEventListener("pointerleave", (event) => tip(event));
+  const layer = currentLayer();
+  if (layer.kind !== "graph") return;
+  const otherSide = state.direction === "in" ? "columns" : "rows", ownSide = state.direction === "in" ? "rows" : "columns";
+  const width = Math.min($("plot").clientWidth, 520), size = Math.max(280, Math.min(width, innerHeight - 230)), { centre, positions } = placeNeighbours(layer, size, 60);
+  const drawing = svg("svg", { viewBox: `0 0 ${size} ${size}`, width: size, height: size, class: "neighbourhood", role: "img", "aria-label": `Neighbours of ${nodeName(layer, ownSide, state.node)} in ${headName()}` });
+  const foreground = [];
+  for (const { other, w } of edgesOf(layer, state.head).sort((a, b) => a.w - b.w)) {
+    const name = nodeName(layer, otherSide, other), position = positions.get(other), strength = Math.abs(w);
+    const addTooltip = (node) => {
+      node.addEventListener("pointermove", (event) => showTip(event, ...(state.direction === "in" ? [token(nodeName(layer, ownSide, state.node)), " attends to ", token(name)] : [token(name), " attends to ", token(nodeName(layer, ownSide, state.node))]), ": ", el("b", {}, formatNumber(w, 3))));
+      node.addEventListener("pointerleave", (event) => showTip(event));
       return node;
     };
-    if (!to) {
-      if (other === state.node) drawing.append(events(svg("circle", { cx: centre, cy: centre - 26, r: 20, fill: "none", stroke: colour(Math.max(0.04, strength)), "stroke-width": 1 + 9 * strength, class: "edge", "data-other": other })));
+    if (!position) {
+      if (other === state.node) drawing.append(addTooltip(svg("circle", { cx: centre, cy: centre - 26, r: 20, fill: "none", stroke: colour(Math.max(0.04, strength)), "stroke-width": 1 + 9 * strength, class: "edge", "data-other": other })));
       continue;
     }
-    const [x, y] = to;
-    drawing.append(events(svg("line", { x1: centre, y1: centre, x2: x, y2: y, stroke: colour(Math.max(0.04, strength)), "stroke-width": 1 + 11 * strength, "stroke-linecap": "round", class: "edge", "data-other": other, "data-weight": w })));
-    const away = Math.abs(x - centre) < size * 0.14 ? "middle" : x > centre ? "start" : "end";
-    const dx = away === "middle" ? 0 : x > centre ? 11 : -11, dy = away === "middle" ? (y > centre ? 20 : -13) : 4;
-    over.push(events(svg("circle", { cx: x, cy: y, r: 5 + 5 * strength, fill: colour(Math.max(0.1, strength)), class: "node", "data-node": other })));
-    const label = svg("text", { x: x + dx, y: y + dy, "text-anchor": away, class: "node-name" }, clipped(shown(name), 12));
-    if (strength >= 0.1) label.append(svg("tspan", { class: "node-number", x: x + dx, dy: away === "middle" && y < centre ? -15 : 14 }, brief(strength)));
-    over.push(label);
+    const [x, y] = position;
+    drawing.append(addTooltip(svg("line", { x1: centre, y1: centre, x2: x, y2: y, stroke: colour(Math.max(0.04, strength)), "stroke-width": 1 + 11 * strength, "stroke-linecap": "round", class: "edge", "data-other": other, "data-weight": w })));
+    const anchor = Math.abs(x - centre) < size * 0.14 ? "middle" : x > centre ? "start" : "end";
+    const dx = anchor === "middle" ? 0 : x > centre ? 11 : -11, dy = anchor === "middle" ? (y > centre ? 20 : -13) : 4;
+    foreground.push(addTooltip(svg("circle", { cx: x, cy: y, r: 5 + 5 * strength, fill: colour(Math.max(0.1, strength)), class: "node", "data-node": other })));
+    const label = svg("text", { x: x + dx, y: y + dy, "text-anchor": anchor, class: "node-name" }, truncateText(visibleText(name), 12));
+    if (strength >= 0.1) label.append(svg("tspan", { class: "node-number", x: x + dx, dy: anchor === "middle" && y < centre ? -15 : 14 }, formatShort(strength)));
+    foreground.push(label);
   }
-  over.push(svg("circle", { cx: centre, cy: centre, r: 9, class: "self" }), svg("text", { x: centre, y: centre + 27, "text-anchor": "middle", class: "node-name self-name" }, clipped(shown(nodeName(of, mine, state.node)), 18)));
-  drawing.append(...over);
-  drawing.addEventListener("click", (event) => { const node = event.target.dataset?.node; if (node !== undefined && of.queries === of.keys) set({ node: Number(node) }); });
-  plot.box = null;
+  foreground.push(svg("circle", { cx: centre, cy: centre, r: 9, class: "self" }), svg("text", { x: centre, y: centre + 27, "text-anchor": "middle", class: "node-name self-name" }, truncateText(visibleText(nodeName(layer, ownSide, state.node)), 18)));
+  drawing.append(...foreground);
+  drawing.addEventListener("click", (event) => { const node = event.target.dataset?.node; if (node !== undefined && layer.queries === layer.keys) set({ node: Number(node) }); });
+  plot.canvas = null;
   $("plot").replaceChildren(drawing);
-  const { kept, all } = places(of);
+  const { neighbours, all } = drawnNeighbours(layer);
   $("map-name").replaceChildren(el("span", { class: "name" }, headName()), ` ${measureName()}`);
-  $("map-hint").textContent = `${all > kept.length ? `The ${kept.length} strongest of ${all.toLocaleString("en")} neighbours` : `${all} neighbour${all === 1 ? "" : "s"}`}; a wide, strong line is a large ${measureName()}.`;
-  $("readout").textContent = of.queries === of.keys ? "Click a neighbour to go there." : "";
+  $("map-hint").textContent = `${all > neighbours.length ? `The ${neighbours.length} strongest of ${all.toLocaleString("en")} neighbours` : `${all} neighbour${all === 1 ? "" : "s"}`}; the width and colour of a line show its ${measureName()}.`;
+  $("readout").textContent = layer.queries === layer.keys ? "Click a neighbour to select it." : "";
 }
 
-const clipped = (text, most) => ([...text].length > most ? `${[...text].slice(0, most - 1).join("")}…` : text);
+const truncateText = (text, limit) => ([...text].length > limit ? `${[...text].slice(0, limit - 1).join("")}…` : text);
 
-// In place of the sentence: choose a node.
-function buildChooser(stage) {
-  const of = layer(), mine = state.direction === "in" ? "rows" : "columns", nodes = mine === "rows" ? of.queries : of.keys;
+// Build the node chooser, in place of the text.
+function buildNodeChooser(stage) {
+  const layer = currentLayer(), side = state.direction === "in" ? "rows" : "columns", nodes = side === "rows" ? layer.queries : layer.keys;
   stage.className = "chooser";
-  const input = el("input", { type: "search", id: "node", list: "nodes", placeholder: "a name or a number", "aria-label": "Node", value: nodeName(of, mine, state.node) });
-  const names = Array.from({ length: Math.min(nodes, 400) }, (_, i) => el("option", { value: nodeName(of, mine, i) }));
-  const go = () => { const found = findNode(of, mine, nodes, input.value); input.classList.toggle("wrong", found === null); if (found !== null) set({ node: found }); };
-  input.addEventListener("change", go);
+  const input = el("input", { type: "search", id: "node", list: "nodes", placeholder: "name or index", "aria-label": "Node", value: nodeName(layer, side, state.node) });
+  const names = Array.from({ length: Math.min(nodes, 400) }, (_, i) => el("option", { value: nodeName(layer, side, i) }));
+  const apply = () => { const found = findNode(layer, side, nodes, input.value); input.classList.toggle("wrong", found === null); if (found !== null) set({ node: found }); };
+  input.addEventListener("change", apply);
   const move = (step) => set({ node: (state.node + step + nodes) % nodes });
   stage.replaceChildren(
-    el("label", { for: "node" }, "Node"), el("button", { class: "icon", "aria-label": "the node before", on: { click: () => move(-1) } }, "‹"), input,
-    el("button", { class: "icon", "aria-label": "the next node", on: { click: () => move(1) } }, "›"), el("datalist", { id: "nodes" }, names),
+    el("label", { for: "node" }, "Node"), el("button", { class: "icon", "aria-label": "Previous node", on: { click: () => move(-1) } }, "‹"), input,
+    el("button", { class: "icon", "aria-label": "Next node", on: { click: () => move(1) } }, "›"), el("datalist", { id: "nodes" }, names),
     el("div", { class: "choice", role: "radiogroup", "aria-label": "Direction", "data-key": "direction" },
-      el("button", { role: "radio", value: "in" }, "looks at"), el("button", { role: "radio", value: "out" }, "is looked at by")),
-    el("span", { class: "hint" }, `${of.queries.toLocaleString("en")} nodes, ${of.edges.toLocaleString("en")} edges`));
-  choices();
-  $("caption").replaceChildren(el("b", {}, headName()), ` ${cardsOf(of, state.head)[0]?.role ?? ""} `, el("span", { class: "hint" }, "The node in the middle shares its attention out among its neighbours, in each head in its own way."));
+      el("button", { role: "radio", value: "in" }, "attends to"), el("button", { role: "radio", value: "out" }, "is attended to by")),
+    el("span", { class: "hint" }, `${layer.queries.toLocaleString("en")} nodes, ${layer.edges.toLocaleString("en")} edges`));
+  updateChoices();
+  $("caption").replaceChildren(el("b", {}, headName()), ` ${cardsOf(layer, state.head)[0]?.role ?? ""} `, el("span", { class: "hint" }, "The node in the centre distributes its attention over its neighbours, differently in each head."));
 }
 
-function findNode(of, side, nodes, text) {
-  const wanted = text.trim().toLowerCase();
-  let part = null;
-  if (of[side] !== null) for (let i = 0; i < nodes; i++) {
-    const name = nodeName(of, side, i).toLowerCase();
-    if (name === wanted) return i;
-    if (part === null && wanted && name.includes(wanted)) part = i;
+function findNode(layer, side, nodes, text) {
+  const query = text.trim().toLowerCase();
+  let partialMatch = null;
+  if (layer[side] !== null) for (let i = 0; i < nodes; i++) {
+    const name = nodeName(layer, side, i).toLowerCase();
+    if (name === query) return i;
+    if (partialMatch === null && query && name.includes(query)) partialMatch = i;
   }
-  const index = /^\d+$/.test(wanted) ? Number(wanted) : -1;
-  return index >= 0 && index < nodes ? index : part;
+  const index = /^\d+$/.test(query) ? Number(query) : -1;
+  return index >= 0 && index < nodes ? index : partialMatch;
 }
 
-// The strongest edges: of this node, and of the whole head.
-function nodeParts(of, place) {
-  const line = (from, to, w, go) => el("li", {}, el("button", { title: "Go there", on: { click: () => set({ node: go }) } }, token(clipped(from, 22)), " → ", token(clipped(to, 22))), el("b", {}, number(w, 3)));
-  const mine = around(of, place).sort((a, b) => b.w - a.w).slice(0, 8), inward = state.direction === "in";
-  const here = nodeName(of, inward ? "rows" : "columns", state.node);
-  const list = mine.map(({ other, w }) => (inward ? line(here, nodeName(of, "columns", other), w, of.queries === of.keys ? other : state.node) : line(nodeName(of, "rows", other), here, w, of.queries === of.keys ? other : state.node)));
-  const edges = of.got.edges, all = edges.length / 2, { start } = sorted(of, "in");
-  // a node with one neighbour gives it everything: that says nothing
+// Lists of the strongest edges: of this node, and of the whole head.
+function buildEdgeLists(layer, head) {
+  const buildLine = (from, to, w, target) => el("li", {}, el("button", { title: "Select this node", on: { click: () => set({ node: target }) } }, token(truncateText(from, 22)), " → ", token(truncateText(to, 22))), el("b", {}, formatNumber(w, 3)));
+  const ownEdges = edgesOf(layer, head).sort((a, b) => b.w - a.w).slice(0, 8), incoming = state.direction === "in";
+  const ownName = nodeName(layer, incoming ? "rows" : "columns", state.node);
+  const list = ownEdges.map(({ other, w }) => (incoming ? buildLine(ownName, nodeName(layer, "columns", other), w, layer.queries === layer.keys ? other : state.node) : buildLine(nodeName(layer, "rows", other), ownName, w, layer.queries === layer.keys ? other : state.node)));
+  const edges = layer.loaded.edges, all = edges.length / 2, { start } = sortEdges(layer, "in");
+  // the only edge of a node always has weight 1: it is not informative
   const values = new Float32Array(all);
-  for (let e = 0; e < all; e++) { const to = edges[all + e]; values[e] = start[to + 1] - start[to] > 1 && edges[e] !== to ? of.got.weights[place * all + e] : 0; }
-  const best = strongest(values, 6).map(([e, w]) => line(nodeName(of, "rows", edges[all + e]), nodeName(of, "columns", edges[e]), w, inward ? edges[all + e] : edges[e]));
-  return [el("h3", {}, "Its strongest edges"), list.length ? el("ol", { class: "edges" }, list) : el("p", { class: "norole" }, "This node has no edges here."),
-    best.length ? el("h3", {}, "The head’s strongest edges, by weight") : null, best.length ? el("ol", { class: "edges" }, best) : null].filter(Boolean);
+  for (let e = 0; e < all; e++) { const to = edges[all + e]; values[e] = start[to + 1] - start[to] > 1 && edges[e] !== to ? layer.loaded.weights[head * all + e] : 0; }
+  const best = strongest(values, 6).map(([e, w]) => buildLine(nodeName(layer, "rows", edges[all + e]), nodeName(layer, "columns", edges[e]), w, incoming ? edges[all + e] : edges[e]));
+  return [el("h3", {}, "Strongest edges of the node"), list.length ? el("ol", { class: "edges" }, list) : el("p", { class: "norole" }, "This node has no edges in this direction."),
+    best.length ? el("h3", {}, "Strongest edges of the head, by weight") : null, best.length ? el("ol", { class: "edges" }, best) : null].filter(Boolean);
 }
 
 watch("layer head measure theme node direction", drawNeighbourhood);
-watch("node direction", () => { if (layer().kind === "graph") buildSentence(); });
+watch("node direction", () => { if (currentLayer().kind === "graph") buildSentence(); });

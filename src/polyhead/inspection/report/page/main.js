@@ -1,4 +1,4 @@
-// The start: what stands still is built once, what changes is drawn by whoever watches it.
+// Start-up: build the static parts once, draw the rest, and bind the events.
 
 document.documentElement.dataset.theme = matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light";
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", (event) => {
@@ -7,55 +7,55 @@ matchMedia("(prefers-color-scheme: dark)").addEventListener("change", (event) =>
 });
 
 function drawAll() {
-  for (const draw of [choices, markMosaic, drawScale, buildSentence, drawHeat, drawNeighbourhood, drawOverlay, drawAbout, drawVectors]) draw();
+  for (const draw of [updateChoices, updateMosaic, drawScale, buildSentence, drawHeat, drawNeighbourhood, drawOverlay, drawAbout, drawVectors]) draw();
 }
 
 async function start() {
   $("title").textContent = record.title;
   $("finding").textContent = record.finding ?? "";
   $("finding").hidden = !record.finding;
-  $("notes").replaceChildren(...record.notes.map((note) => el("p", { dir: "auto" }, note)), el("p", { class: "hint" }, "Made with Polyhead. Everything is inside this file: it asks no network."));
-  // a text in which no word has several pieces has one level only
+  $("notes").replaceChildren(...record.notes.map((note) => el("p", { dir: "auto" }, note)), el("p", { class: "hint" }, "Made with Polyhead. All data is in this file; it makes no network requests."));
+  // words and pieces differ only if a word has several pieces, or a piece that is spelled differently
   if (!record.texts.some((text) => text.words.length + text.word_of.filter((word) => word === null).length < text.pieces.length || text.pieces.some((piece, i) => text.word_of[i] !== null && piece !== text.words[text.word_of[i]]))) document.querySelector('[data-key="level"]').hidden = true;
-  if (layers.every((of) => of.drawn !== "matrix")) { document.querySelector('[data-key="level"]').hidden = true; $("hide").hidden = true; }
-  const graph = layers.find((of) => of.kind === "graph");
-  if (graph) { await graph.maps(); state.node = telltale(graph); }
+  if (layers.every((layer) => layer.display !== "matrix")) { document.querySelector('[data-key="level"]').hidden = true; $("hide").hidden = true; }
+  const graph = layers.find((layer) => layer.kind === "graph");
+  if (graph) { await graph.loadMaps(); state.node = pickNode(graph); }
   document.body.classList.toggle("imaged", Boolean(record.image));
-  if (record.image) { await loadPhoto(); showFirst(); }
-  await layer().hear(state.head);
+  if (record.image) { await loadPhoto(); showFirstPatch(); }
+  await currentLayer().loadHead(state.head);
   buildMosaic();
   buildChips();
   buildExport();
   drawAll();
-  sentenceEvents();
-  $("hide").onclick = () => relevel({ hide: !state.hide });
-  $("theme").onclick = turn;
-  $("help").onclick = help;
+  bindSentenceEvents();
+  $("hide").onclick = () => changeLevel({ hide: !state.hide });
+  $("theme").onclick = toggleTheme;
+  $("help").onclick = toggleHelp;
   $("search").oninput = (event) => set({ search: event.target.value });
   document.addEventListener("keydown", onKey);
   let width = innerWidth;
   addEventListener("resize", () => {
     if (innerWidth === width) return;
     width = innerWidth;
-    clearTimeout(start.later);
-    start.later = setTimeout(() => { tiles.length = 0; $("grid").replaceChildren(); buildMosaic(); drawAll(); paintMosaic(); }, 120);
+    clearTimeout(start.resizeTimer);
+    start.resizeTimer = setTimeout(() => { tiles.length = 0; $("grid").replaceChildren(); buildMosaic(); drawAll(); paintMosaic(); }, 120);
   });
   document.documentElement.dataset.ready = Math.round(performance.now());
   await paintMosaic();
   document.documentElement.dataset.painted = Math.round(performance.now());
 }
 
-// The patch that is shown first, which counts in one layer, in the chosen one.
-function showFirst() {
-  Object.assign(spot, { of: layers[record.image.of], node: record.image.first });
-  if (layer().image) state.node = spotOf(layer(), spot);
+// Select the record's first patch, an index in one layer, in the selected layer.
+function showFirstPatch() {
+  Object.assign(lastPatch, { layer: layers[record.image.of], node: record.image.first });
+  if (currentLayer().image) state.node = matchPatch(currentLayer(), lastPatch);
 }
 
-// A node with some neighbours, but not too many to see.
-function telltale(of) {
-  const { start: begin } = sorted(of, "in");
+// The node whose number of neighbours is closest to 12, by ratio.
+function pickNode(layer) {
+  const { start: begin } = sortEdges(layer, "in");
   let best = 0, score = -1;
-  for (let n = 0; n < of.queries; n++) {
+  for (let n = 0; n < layer.queries; n++) {
     const degree = begin[n + 1] - begin[n], value = degree > 12 ? 12 / degree : degree / 12;
     if (value > score) { score = value; best = n; }
   }

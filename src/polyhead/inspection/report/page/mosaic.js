@@ -1,134 +1,134 @@
-// The mosaic: every head as a small map, framed in the colour of its role.
+// The mosaic: a small heat map of every head, framed in the colour of its role.
 
 const tiles = [];
-// how wide a tile's frame is; what tiles are drawn on, what lies over them, and a sheet to draw with
-let edge = 2, sheet = null, veil = null;
-const scratch = document.createElement("canvas");
-const widest = layers.reduce((a, b) => (b.heads.length > a.heads.length ? b : a));
-const columns = widest.heads.length;
+// Width of a tile's frame; the canvas of all tiles, and the veil above it.
+let frameWidth = 2, mosaicCanvas = null, mosaicVeil = null;
+const scratchCanvas = document.createElement("canvas");
+const widestLayer = layers.reduce((a, b) => (b.heads.length > a.heads.length ? b : a));
+const maxHeads = widestLayer.heads.length;
 
 function buildMosaic() {
   const grid = $("grid");
-  // a single layer of many heads takes several lines
-  const across = layers.length === 1 ? Math.min(columns, columns > 4 ? Math.ceil(columns / Math.ceil(columns / 6)) : columns) : columns;
-  const room = grid.clientWidth - 34, dense = room / across < 21;
-  const size = dense ? Math.max(9, Math.floor(room / across) - 1) : Math.min(96, Math.floor(room / across) - 3);
+  // a single layer with many heads is wrapped
+  const perRow = layers.length === 1 ? Math.min(maxHeads, maxHeads > 4 ? Math.ceil(maxHeads / Math.ceil(maxHeads / 6)) : maxHeads) : maxHeads;
+  const available = grid.clientWidth - 34, dense = available / perRow < 21;
+  const size = dense ? Math.max(9, Math.floor(available / perRow) - 1) : Math.min(96, Math.floor(available / perRow) - 3);
   grid.style.setProperty("--tile", `${size}px`);
-  grid.style.setProperty("--across", across);
+  grid.style.setProperty("--across", perRow);
   grid.classList.toggle("dense", dense);
-  edge = dense ? 1 : 2;
-  const top = el("div", { class: "line top", role: "row" }, el("span", { class: "name" }));
-  if (layers.length > 1) for (let h = 0; h < across; h++) top.append(el("span", { class: "name", role: "columnheader" }, size >= 24 ? `H${widest.heads[h]}` : h % (dense ? 4 : 2) ? "" : `${widest.heads[h]}`));
-  if (layers.length > 1) grid.append(top);
-  layers.forEach((of, at) => {
-    for (let begin = 0; begin < of.heads.length; begin += across) {
-      const line = el("div", { class: "line", role: "row" }, el("span", { class: "name", role: "rowheader", title: of.name }, begin ? "" : `L${of.number}`));
-      of.heads.slice(begin, begin + across).forEach((_, step) => line.append(buildTile(of, at, begin + step, across)));
-      grid.append(line);
+  frameWidth = dense ? 1 : 2;
+  const header = el("div", { class: "line top", role: "row" }, el("span", { class: "name" }));
+  if (layers.length > 1) for (let h = 0; h < perRow; h++) header.append(el("span", { class: "name", role: "columnheader" }, size >= 24 ? `H${widestLayer.heads[h]}` : h % (dense ? 4 : 2) ? "" : `${widestLayer.heads[h]}`));
+  if (layers.length > 1) grid.append(header);
+  layers.forEach((layer, layerIndex) => {
+    for (let begin = 0; begin < layer.heads.length; begin += perRow) {
+      const row = el("div", { class: "line", role: "row" }, el("span", { class: "name", role: "rowheader", title: layer.name }, begin ? "" : `L${layer.number}`));
+      layer.heads.slice(begin, begin + perRow).forEach((_, step) => row.append(buildTile(layer, layerIndex, begin + step, perRow)));
+      grid.append(row);
     }
   });
-  sheet = el("canvas", { class: "sheet", "aria-hidden": "true" });
-  veil = el("canvas", { class: "sheet", "aria-hidden": "true", hidden: true });
+  mosaicCanvas = el("canvas", { class: "sheet", "aria-hidden": "true" });
+  mosaicVeil = el("canvas", { class: "sheet", "aria-hidden": "true", hidden: true });
   const [width, height] = [grid.scrollWidth, grid.scrollHeight];
-  grid.prepend(sheet, veil);
-  canvas(sheet, width, height);
-  canvas(veil, width, height);
-  for (const one of tiles) Object.assign(one, { x: one.button.offsetLeft + edge, y: one.button.offsetTop + edge, inner: size - 2 * edge });
+  grid.prepend(mosaicCanvas, mosaicVeil);
+  prepareCanvas(mosaicCanvas, width, height);
+  prepareCanvas(mosaicVeil, width, height);
+  for (const tile of tiles) Object.assign(tile, { x: tile.button.offsetLeft + frameWidth, y: tile.button.offsetTop + frameWidth, inner: size - 2 * frameWidth });
 }
 
-function buildTile(of, at, place, across) {
-  const cards = cardsOf(of, place), role = cards[0]?.role;
+function buildTile(layer, layerIndex, head, perRow) {
+  const cards = cardsOf(layer, head), role = cards[0]?.role;
   const button = el("button", {
-    class: "tile", role: "gridcell", tabindex: "-1", "data-head": of.label(place),
-    "aria-label": `${of.label(place)}${role ? `, ${cards.map((card) => card.role).join(", ")}` : ", no role"}`,
+    class: "tile", role: "gridcell", tabindex: "-1", "data-head": layer.label(head),
+    "aria-label": `${layer.label(head)}${role ? `, ${cards.map((card) => card.role).join(", ")}` : ", no role"}`,
     style: `--role:${roleColour(role)};--line:${roleLine(role)}`,
     on: {
-      click: () => choose(at, place),
-      pointermove: (event) => tip(event, el("b", {}, of.label(place)), ` ${role ?? "no role found"}`),
-      pointerleave: (event) => tip(event),
+      click: () => selectHead(layerIndex, head),
+      pointermove: (event) => showTip(event, el("b", {}, layer.label(head)), ` ${role ?? "no role"}`),
+      pointerleave: (event) => showTip(event),
     },
   }, el("span", { class: "initials" }, role ? initials(role) : "·"));
-  tiles.push({ of, at, place, across, cards, button });
+  tiles.push({ layer, layerIndex, head, perRow, cards, button });
   return button;
 }
 
-// A layer's maps are decoded and drawn one layer after another, the chosen one first.
+// Load and draw the tiles layer by layer, the selected layer first.
 async function paintMosaic() {
-  const turn = (paintMosaic.turn = (paintMosaic.turn ?? 0) + 1);
-  const order = layers.map((_, at) => at).sort((a, b) => (b === state.layer) - (a === state.layer));
-  for (const at of order) {
-    await layers[at].maps();
-    if (turn !== paintMosaic.turn) return;
-    for (const one of tiles) if (one.at === at) {
-      one.shown = one.of.drawn === "matrix" ? tile(one.of, one.place) : null;
-      one.known = true;
-      paintTile(one);
+  const generation = (paintMosaic.generation = (paintMosaic.generation ?? 0) + 1);
+  const order = layers.map((_, layerIndex) => layerIndex).sort((a, b) => (b === state.layer) - (a === state.layer));
+  for (const layerIndex of order) {
+    await layers[layerIndex].loadMaps();
+    if (generation !== paintMosaic.generation) return;
+    for (const tile of tiles) if (tile.layerIndex === layerIndex) {
+      tile.matrix = tile.layer.display === "matrix" ? tileMatrix(tile.layer, tile.head) : null;
+      tile.ready = true;
+      paintTile(tile);
     }
   }
-  lightMosaic();
+  highlightMosaic();
 }
 
-// All tiles lie on one sheet under their buttons: hundreds of sheets would be slow.
-function paintTile(one) {
-  if (!one.known) return;
-  const pen = sheet.getContext("2d"), { x, y, inner } = one;
-  pen.clearRect(x, y, inner, inner);
-  pen.globalAlpha = one.dimmed ? 0.13 : 1;
-  if (one.of.drawn !== "matrix") {
-    pen.save();
-    pen.translate(x, y);
-    (one.of.image ? drawGlance : drawStar)(pen, one.of, one.place, inner);
-    pen.restore();
-  } else if (one.shown) {
-    const { data, height, width } = one.shown;
-    pen.imageSmoothingEnabled = height > inner;
-    pen.imageSmoothingQuality = "high";
-    pen.drawImage(picture(data, height, width, scratch), x, y, inner, inner);
+// All tiles share one canvas below their buttons: hundreds of canvases would be slow.
+function paintTile(tile) {
+  if (!tile.ready) return;
+  const ctx = mosaicCanvas.getContext("2d"), { x, y, inner } = tile;
+  ctx.clearRect(x, y, inner, inner);
+  ctx.globalAlpha = tile.dimmed ? 0.13 : 1;
+  if (tile.layer.display !== "matrix") {
+    ctx.save();
+    ctx.translate(x, y);
+    (tile.layer.image ? drawImageTile : drawGraphTile)(ctx, tile.layer, tile.head, inner);
+    ctx.restore();
+  } else if (tile.matrix) {
+    const { data, height, width } = tile.matrix;
+    ctx.imageSmoothingEnabled = height > inner;
+    ctx.imageSmoothingQuality = "high";
+    ctx.drawImage(drawMatrix(data, height, width, scratchCanvas), x, y, inner, inner);
   }
-  pen.globalAlpha = 1;
+  ctx.globalAlpha = 1;
 }
 
-// In every head: the row of the word that is pointed at stands out, or the column of the one that is looked at.
-function lightMosaic() {
-  const at = pointed(), now = at && layer().drawn === "matrix" ? current() : null;
-  veil.hidden = !now;
-  if (!now) return;
-  const pen = canvas(veil, veil.clientWidth, veil.clientHeight), cover = style("--veil");
-  pen.imageSmoothingEnabled = false;
-  for (const one of tiles) {
-    if (!one.shown || one.dimmed || !alike(one.of, layer())) continue;
-    const { x, y, inner } = one, { data, height, width } = one.shown;
-    const down = span(at.row, now.rows, one.of.queries, height, inner, one.of.whole);
-    const along = span(at.col, now.cols, one.of.keys, width, inner, one.of.whole);
-    pen.fillStyle = cover;
-    pen.fillRect(x, y, inner, inner);
-    // a row of a pixel or two would not be seen: it is drawn higher than it is
-    if (down) {
-      const high = Math.max(5, down.size), top = Math.max(0, Math.min(inner - high, down.from + (down.size - high) / 2));
-      pen.drawImage(picture(data.subarray(down.cell * width, (down.cell + 1) * width), 1, width, scratch), x, y + top, inner, high);
-    } else if (along) pen.clearRect(x + along.from, y, along.size, inner);
+// Highlight the row or the column of the pointed word in every tile.
+function highlightMosaic() {
+  const target = highlighted(), current = target && currentLayer().display === "matrix" ? currentHead() : null;
+  mosaicVeil.hidden = !current;
+  if (!current) return;
+  const ctx = prepareCanvas(mosaicVeil, mosaicVeil.clientWidth, mosaicVeil.clientHeight), veilColour = cssColour("--veil");
+  ctx.imageSmoothingEnabled = false;
+  for (const tile of tiles) {
+    if (!tile.matrix || tile.dimmed || !sameItems(tile.layer, currentLayer())) continue;
+    const { x, y, inner } = tile, { data, height: rows, width: columns } = tile.matrix;
+    const rowSpan = cellSpan(target.row, current.rows, tile.layer.queries, rows, inner, tile.layer.complete);
+    const columnSpan = cellSpan(target.col, current.cols, tile.layer.keys, columns, inner, tile.layer.complete);
+    ctx.fillStyle = veilColour;
+    ctx.fillRect(x, y, inner, inner);
+    // a row of one or two pixels would be invisible: draw it at least five pixels high
+    if (rowSpan) {
+      const drawnHeight = Math.max(5, rowSpan.size), top = Math.max(0, Math.min(inner - drawnHeight, rowSpan.from + (rowSpan.size - drawnHeight) / 2));
+      ctx.drawImage(drawMatrix(data.subarray(rowSpan.cell * columns, (rowSpan.cell + 1) * columns), 1, columns, scratchCanvas), x, y + top, inner, drawnHeight);
+    } else if (columnSpan) ctx.clearRect(x + columnSpan.from, y, columnSpan.size, inner);
   }
 }
 
-// Where an item lies in a map of so many cells: the cell, and its place in pixels.
-function span(index, list, total, cells, inner, whole) {
+// The cell of a tile that contains an item, with its offset and size in pixels.
+function cellSpan(index, list, total, cells, inner, whole) {
   if (index === null || index === undefined || !list[index]) return null;
   const cell = whole ? index : Math.floor((list[index].pieces[0] * cells) / total);
   return { cell, from: (cell / cells) * inner, size: Math.max(2, inner / cells) };
 }
 
-function markMosaic() {
-  const words = state.search.trim().toLowerCase().split(/\s+/).filter(Boolean);
-  for (const one of tiles) {
-    const chosen = one.at === state.layer && one.place === state.head;
-    one.button.setAttribute("aria-selected", chosen);
-    one.button.tabIndex = chosen ? 0 : -1;
-    const text = `${one.of.label(one.place)} ${one.of.name} ${one.cards.map((card) => card.role).join(" ") || "no role"}`.toLowerCase();
-    const found = words.every((word) => text.includes(word)) && (!state.roles.size || one.cards.some((card) => state.roles.has(card.role)));
-    one.button.classList.toggle("dimmed", !found);
-    if (one.dimmed !== !found) { one.dimmed = !found; paintTile(one); }
+function updateMosaic() {
+  const terms = state.search.trim().toLowerCase().split(/\s+/).filter(Boolean);
+  for (const tile of tiles) {
+    const selected = tile.layerIndex === state.layer && tile.head === state.head;
+    tile.button.setAttribute("aria-selected", selected);
+    tile.button.tabIndex = selected ? 0 : -1;
+    const text = `${tile.layer.label(tile.head)} ${tile.layer.name} ${tile.cards.map((card) => card.role).join(" ") || "no role"}`.toLowerCase();
+    const found = terms.every((word) => text.includes(word)) && (!state.roles.size || tile.cards.some((card) => state.roles.has(card.role)));
+    tile.button.classList.toggle("dimmed", !found);
+    if (tile.dimmed !== !found) { tile.dimmed = !found; paintTile(tile); }
   }
-  const found = tiles.filter((one) => !one.button.classList.contains("dimmed")).length;
+  const found = tiles.filter((tile) => !tile.button.classList.contains("dimmed")).length;
   $("mosaic-name").replaceChildren(found < tiles.length ? `${found} of ${tiles.length} heads` : `${tiles.length} head${tiles.length > 1 ? "s" : ""}`);
   $("grid").classList.toggle("roles", state.paint === "role");
 }
@@ -136,7 +136,7 @@ function markMosaic() {
 function buildChips() {
   $("search").placeholder = `Find ${record.cards.length ? "a role or a head" : "a head"}, such as ${layers[layers.length - 1].label(0)}`;
   if (!record.cards.length) {
-    if (!record.image) $("chips").append(el("p", { class: "hint" }, "No roles were looked for."));
+    if (!record.image) $("chips").append(el("p", { class: "hint" }, "Roles were not measured."));
     document.querySelector('[data-key="paint"]').hidden = true;
     return;
   }
@@ -150,30 +150,30 @@ function buildChips() {
           chip.setAttribute("aria-pressed", roles.has(role));
           set({ roles });
         },
-        pointermove: (event) => tip(event, record.roles[role] ?? role),
-        pointerleave: (event) => tip(event),
+        pointermove: (event) => showTip(event, record.roles[role] ?? role),
+        pointerleave: (event) => showTip(event),
       },
-    }, el("i"), role, el("small", {}, counted(role)));
+    }, el("i"), role, el("small", {}, countHeads(role)));
     $("chips").append(chip);
   }
 }
 
-// The colour scale, the same for the mosaic, the map and the arcs.
+// The colour scale, shared by the mosaic, the heat map and the arcs.
 function drawScale() {
-  if (layer().image) { drawTones(); return; }
+  if (currentLayer().image) { drawImageScale(); return; }
   const marks = [0, 0.01, 0.05, 0.1, 0.25, 0.5, 1];
   const stops = Array.from({ length: 17 }, (_, i) => `${colour((i / 16) ** 2)} ${(100 * i) / 16}%`);
-  const graph = layer().kind === "graph";
+  const graph = currentLayer().kind === "graph";
   $("scale").replaceChildren(
-    el("div", { class: "ramp", style: `background:linear-gradient(90deg,${stops.join()})`, role: "img", "aria-label": "Colours from 0 to 1, by the square root" }),
+    el("div", { class: "ramp", style: `background:linear-gradient(90deg,${stops.join()})`, role: "img", "aria-label": "Colour scale from 0 to 1, square root" }),
     el("div", { class: "marks" }, marks.map((w) => el("span", { style: `left:${100 * Math.sqrt(w)}%` }, w === 0 || w === 1 ? `${w}` : String(w).slice(1)))),
     el("p", { class: "hint" }, state.measure === "weight"
-      ? (graph ? "Weight of an edge. " : "Weight: the share of a row’s attention that a column gets. ")
-      : "Contribution: the share of what the head moves into a row that comes from a column. ", "One scale for all heads, by the square root."),
+      ? (graph ? "Weight of an edge. " : "Weight: the share of a row’s attention on a column. ")
+      : "Contribution: the share of what the head adds to a row that comes from a column. ", "One square-root scale for all heads."),
   );
 }
 
-watch("layer head search roles paint", markMosaic);
+watch("layer head search roles paint", updateMosaic);
 watch("measure level hide theme node direction", paintMosaic);
-watch("hover lock layer", lightMosaic);
+watch("hover lock layer", highlightMosaic);
 watch("measure theme layer", drawScale);

@@ -1,14 +1,14 @@
-// What is chosen and pointed at; whoever draws watches the parts that it depends on.
+// The selection. Drawing functions watch the parts of it that they depend on.
 
 const state = {
   layer: layers.findIndex((layer) => layer.number === record.star[0]), head: 0,
   measure: "weight", level: "word", hide: false, paint: "weight",
   roles: new Set(), search: "",
-  // {row, col}: items pointed at in the chosen layer, either may be null
+  // {row, col}: the items under the pointer in the selected layer, either may be null; a lock replaces them
   hover: null, lock: null,
   // {row, col}: the pair that is explained
   cell: null,
-  // on a graph or an image: the node or patch looked at, and whether by whom it looks at or who looks at it
+  // on a graph or an image: the selected node or patch, and whether its keys (in) or its queries (out) are shown
   node: 0, direction: "in",
   theme: 0,
 };
@@ -20,11 +20,11 @@ const changed = new Set();
 function watch(keys, run) { watchers.push({ keys: keys.split(" "), run }); }
 
 function set(changes) {
-  const planned = changed.size > 0;
+  const scheduled = changed.size > 0;
   for (const [key, value] of Object.entries(changes)) {
     if (state[key] !== value) { state[key] = value; changed.add(key); }
   }
-  if (changed.size && !planned) queueMicrotask(flush);
+  if (changed.size && !scheduled) queueMicrotask(flush);
 }
 
 function flush() {
@@ -33,23 +33,23 @@ function flush() {
   for (const watcher of watchers) if (watcher.keys.some((key) => keys.has(key))) watcher.run(keys);
 }
 
-const layer = () => layers[state.layer];
-const headName = () => layer().label(state.head);
-const pointed = () => state.lock ?? state.hover;
+const currentLayer = () => layers[state.layer];
+const headName = () => currentLayer().label(state.head);
+const highlighted = () => state.lock ?? state.hover;
 
-let asked = 0;
+let lastSelection = 0;
 
-// Choose a head: its arrays are decoded first.
-async function choose(at, place) {
-  const turn = ++asked;
-  await layers[at].hear(place);
-  if (turn !== asked) return;
-  const moves = { layer: at, head: place };
-  if (layers[at].image) moves.node = spotOf(layers[at]);
-  else if (layers[at].kind === "graph" && state.node >= layers[at].queries) moves.node = 0;
-  if (!alike(layers[at], layer()) || foldable(layers[at], place) !== foldable(layer(), state.head)) Object.assign(moves, { hover: null, lock: null, cell: null });
-  set(moves);
+// Select a head, after its arrays are loaded.
+async function selectHead(layerIndex, head) {
+  const request = ++lastSelection;
+  await layers[layerIndex].loadHead(head);
+  if (request !== lastSelection) return;
+  const changes = { layer: layerIndex, head: head };
+  if (layers[layerIndex].image) changes.node = matchPatch(layers[layerIndex]);
+  else if (layers[layerIndex].kind === "graph" && state.node >= layers[layerIndex].queries) changes.node = 0;
+  if (!sameItems(layers[layerIndex], currentLayer()) || canFold(layers[layerIndex], head) !== canFold(currentLayer(), state.head)) Object.assign(changes, { hover: null, lock: null, cell: null });
+  set(changes);
 }
 
-// Whether two layers read the same text, so that what is pointed at stays the same.
-const alike = (a, b) => a.kind === b.kind && a.rows === b.rows && a.columns === b.columns && a.queries === b.queries && a.keys === b.keys;
+// Whether two layers have the same items, so that highlighted items remain valid.
+const sameItems = (a, b) => a.kind === b.kind && a.rows === b.rows && a.columns === b.columns && a.queries === b.queries && a.keys === b.keys;

@@ -1,19 +1,19 @@
-// Words and pieces: what the rows and columns of the chosen head are called, and its weights between them.
+// Words and pieces: the items of the selected head, and the weights between them.
 
 const memo = new Map();
 
-// The items of a side: pieces, or words and the special tokens between them.
-function items(of, side, level = state.level, hide = state.hide) {
-  const key = [of[side], side === "rows" ? of.queries : of.keys, level, hide].join();
-  if (!memo.has(key)) memo.set(key, grouped(of, side, level, hide));
+// The items of the rows or columns: pieces, or words and special tokens.
+function items(layer, side, level = state.level, hide = state.hide) {
+  const key = [layer[side], side === "rows" ? layer.queries : layer.keys, level, hide].join();
+  if (!memo.has(key)) memo.set(key, groupPieces(layer, side, level, hide));
   return memo.get(key);
 }
 
-function grouped(of, side, level, hide) {
-  const number = side === "rows" ? of.queries : of.keys;
-  const text = of[side] === null ? null : record.texts[of[side]];
+function groupPieces(layer, side, level, hide) {
+  const count = side === "rows" ? layer.queries : layer.keys;
+  const text = layer[side] === null ? null : record.texts[layer[side]];
   const list = [], words = new Map();
-  for (let i = 0; i < number; i++) {
+  for (let i = 0; i < count; i++) {
     const word = text ? text.word_of[i] : i;
     const special = word === null;
     if (special && hide) continue;
@@ -26,8 +26,8 @@ function grouped(of, side, level, hide) {
   return list;
 }
 
-// Attention between items: the sum over a key's pieces, the mean over a query's (Clark 2019).
-function folded(data, keys, rows, cols) {
+// Attention between items: the sum over the pieces of a key, the mean over the pieces of a query (Clark 2019).
+function foldPieces(data, keys, rows, cols) {
   const out = new Float32Array(rows.length * cols.length);
   rows.forEach((row, i) => cols.forEach((col, j) => {
     let sum = 0;
@@ -37,55 +37,55 @@ function folded(data, keys, rows, cols) {
   return out;
 }
 
-// Words can be joined and tokens hidden wherever all weights of a head are at hand.
-const foldable = (of, place) => of.drawn === "matrix" && (of.whole || (of.known(place) === "exact" && of.queries * of.keys <= MATRIX));
+// Whether words can be merged and tokens hidden: this needs all weights of the head.
+const canFold = (layer, head) => layer.display === "matrix" && (layer.complete || (layer.detail(head) === "exact" && layer.queries * layer.keys <= MAX_MATRIX));
 
-// The chosen head as it is shown: its items, and its matrix unless it is too long for one.
-function current() {
-  const of = layer(), place = state.head;
-  const key = ["now", of.number, place, state.measure, state.level, state.hide].join();
+// The selected head: its items, and the weights between them, or null if the text is too long.
+function currentHead() {
+  const layer = currentLayer(), head = state.head;
+  const key = ["now", layer.number, head, state.measure, state.level, state.hide].join();
   if (!memo.has(key)) {
     for (const old of [...memo.keys()].filter((name) => name.startsWith("now"))) memo.delete(old);
-    const can = foldable(of, place);
-    const rows = items(of, "rows", can ? state.level : "piece", can && state.hide);
-    const cols = items(of, "columns", can ? state.level : "piece", can && state.hide);
-    const all = can ? of.matrix(place, state.measure) : null;
-    memo.set(key, { of, place, rows, cols, data: all && folded(all, of.keys, rows, cols) });
+    const foldable = canFold(layer, head);
+    const rows = items(layer, "rows", foldable ? state.level : "piece", foldable && state.hide);
+    const cols = items(layer, "columns", foldable ? state.level : "piece", foldable && state.hide);
+    const matrix = foldable ? layer.matrix(head, state.measure) : null;
+    memo.set(key, { layer, head, rows, cols, data: matrix && foldPieces(matrix, layer.keys, rows, cols) });
   }
   return memo.get(key);
 }
 
-// The weights of one item on all items of the chosen head.
-function rowOf(now, i) {
-  const { of, place, rows, cols, data } = now;
+// The weights of one item on all items of the selected head.
+function rowWeights(current, i) {
+  const { layer, head, rows, cols, data } = current;
   if (data) return data.subarray(i * cols.length, (i + 1) * cols.length);
-  return of.row(place, rows[i].pieces[0], state.measure);
+  return layer.row(head, rows[i].pieces[0], state.measure);
 }
 
-// The weight of a pair, or null where only an average is known.
-function valueOf(now, i, j) {
-  if (now.data) return now.data[i * now.cols.length + j];
-  if (now.of.known(now.place) === "exact") return rowOf(now, i)[j];
-  const found = rowOf(now, i)[j];
-  return found > 0 ? found : null;
+// The weight of a pair; null if only an average is known.
+function pairWeight(current, i, j) {
+  if (current.data) return current.data[i * current.cols.length + j];
+  if (current.layer.detail(current.head) === "exact") return rowWeights(current, i)[j];
+  const weight = rowWeights(current, i)[j];
+  return weight > 0 ? weight : null;
 }
 
-// Any head's matrix for the mosaic: at the level shown where all weights are there, else its map.
-function tile(of, place, measure = state.measure) {
-  if (!of.whole) return of.map(place, measure);
-  const rows = items(of, "rows"), cols = items(of, "columns");
-  return { data: folded(of.matrix(place, measure), of.keys, rows, cols), height: rows.length, width: cols.length };
+// The matrix of a head's tile: the weights between items if all are loaded, else the averaged map.
+function tileMatrix(layer, head, measure = state.measure) {
+  if (!layer.complete) return layer.map(head, measure);
+  const rows = items(layer, "rows"), cols = items(layer, "columns");
+  return { data: foldPieces(layer.matrix(head, measure), layer.keys, rows, cols), height: rows.length, width: cols.length };
 }
 
-// The largest k of a row, strongest first.
-function strongest(row, k, least = 0) {
+// The k largest entries of a row above `threshold`, as [index, weight], largest first.
+function strongest(row, k, threshold = 0) {
   const best = [];
   for (let j = 0; j < row.length; j++) {
     const w = row[j];
-    if (!(w > least) || (best.length === k && w <= best[k - 1][1])) continue;
-    let at = best.length;
-    while (at > 0 && best[at - 1][1] < w) at--;
-    best.splice(at, 0, [j, w]);
+    if (!(w > threshold) || (best.length === k && w <= best[k - 1][1])) continue;
+    let position = best.length;
+    while (position > 0 && best[position - 1][1] < w) position--;
+    best.splice(position, 0, [j, w]);
     if (best.length > k) best.pop();
   }
   return best;

@@ -1,10 +1,9 @@
-// The backward pass. By source first: that order needs the rows of q and d_out, makes dk and dv, and leaves of each
-// edge only ds and, for GATv2, the signs of its sums. By destination afterwards: dq from those, without gathering rows
-// again but for Dot.
+// The backward pass, by source first: this order reads the rows of q and d_out, computes dk and dv, and saves per edge
+// only ds and, for GATv2, the signs of its sums. Then by destination: dq from these, gathering rows again only for Dot.
 //
-// GATv2 in both orders: d leaky = slope + (1 - slope) [x > 0], so that the sums run over the positive lanes only, and
-// a, constant in the sum, multiplies the node's row once. leaky(x) = leaky'(x) x gives da from the nodes' sums, without
-// a term for each edge.
+// GATv2 in both orders: leaky' = slope + (1 - slope) [x > 0], so the sums run over the positive lanes only, and a,
+// constant in the sum, multiplies the row of the node once. leaky(x) = leaky'(x) x gives da from the sums of the nodes,
+// without a term per edge.
 #pragma once
 
 #include "edges/entry.hpp"
@@ -12,9 +11,9 @@
 namespace polyhead {
 namespace {
 
-// What the first pass leaves to the second, and what both add to: all for one batch entry.
+// What the first half saves for the second, and the gradients that both add to, for one batch entry.
 template <class T>
-struct Between {
+struct BackwardState {
     const Gradients &to;
     const T *out, *lse, *d_out, *d_lse;
     T *dq, *dk, *dv, *da, *d_inside, *d_weights, *d_features;
@@ -27,14 +26,14 @@ struct Between {
     int64_t signs_row;
 };
 
-// An output that has no batch axis is set by the first entry and added to by the others.
+// An output without a batch axis is set by the first entry; the others add to it.
 template <class T>
 POLYHEAD_INLINE void put(T *to, T value, int64_t entry) {
     *to = entry ? *to + value : value;
 }
 
 template <class T>
-void make_stats(const Entry<T> &in, const Between<T> &between) {
+void make_stats(const Entry<T> &in, const BackwardState<T> &state) {
     const int64_t heads = in.shape.heads, dim = in.shape.dim;
 #pragma omp parallel for num_threads(in.problem.threads) schedule(static)
     for (int64_t node = 0; node < in.problem.destinations; ++node) {
@@ -42,10 +41,10 @@ void make_stats(const Entry<T> &in, const Between<T> &between) {
             const int64_t at = node * heads + h;
             Vec<T, 8> sum{};
             for (int64_t x = at * dim; x < (at + 1) * dim; x += 8)
-                sum += load<Vec<T, 8>>(between.d_out + x) * load<Vec<T, 8>>(between.out + x);
+                sum += load<Vec<T, 8>>(state.d_out + x) * load<Vec<T, 8>>(state.out + x);
             T delta = ((sum[0] + sum[4]) + (sum[1] + sum[5])) + ((sum[2] + sum[6]) + (sum[3] + sum[7]));
-            between.stats[2 * node * heads + h] = between.lse[at];
-            between.stats[(2 * node + 1) * heads + h] = delta - (between.d_lse ? between.d_lse[at] : T(0));
+            state.stats[2 * node * heads + h] = state.lse[at];
+            state.stats[(2 * node + 1) * heads + h] = delta - (state.d_lse ? state.d_lse[at] : T(0));
         }
     }
 }

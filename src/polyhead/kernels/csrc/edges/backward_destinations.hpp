@@ -1,4 +1,4 @@
-// The second half of the backward pass, by destination: dq from what the first half left.
+// The second half of the backward pass, by destination: dq from the results of the first half.
 #pragma once
 
 #include "edges/backward.hpp"
@@ -10,58 +10,58 @@ template <class T>
 struct ByDestination {
     const Entry<T> &in;
     const Loops<T> &loops;
-    const Between<T> &between;
+    const BackwardState<T> &state;
     char *threads, *slots;
 
-    struct Bench {
+    struct Workspace {
         T *total, *queries, *slopes;
         const T **k_rows;
         const Signs<T> **signs;
-        int64_t *asked;
+        int64_t *prefetched;
     };
     struct Sums {
         T *total, *queries;  // (heads), (heads, dim)
     };
 
-    static int64_t bench_bytes(const Entry<T> &in) {
+    static int64_t workspace_bytes(const Entry<T> &in) {
         return (in.width + in.row + (in.map ? MOST_EDGES * in.row : 0)) * sizeof(T) +
                2 * MOST_EDGES * sizeof(void *) + 8 * 64;
     }
     static int64_t slot_bytes(const Entry<T> &in) { return (in.width + in.row) * sizeof(T) + 256; }
 
-    Bench bench(int thread) const {
-        char *from = threads + thread * ((bench_bytes(in) + 63) / 64 * 64);
-        Bench b;
-        b.total = take<T>(from, in.width);
-        b.queries = take<T>(from, in.row);
-        b.k_rows = take<const T *>(from, MOST_EDGES);
-        b.signs = take<const Signs<T> *>(from, MOST_EDGES);
-        b.asked = take<int64_t>(from, 1);
-        b.slopes = take<T>(from, 0);
-        return b;
+    Workspace workspace(int thread) const {
+        char *from = threads + thread * whole_lines(workspace_bytes(in));
+        Workspace w;
+        w.total = take<T>(from, in.width);
+        w.queries = take<T>(from, in.row);
+        w.k_rows = take<const T *>(from, MOST_EDGES);
+        w.signs = take<const Signs<T> *>(from, MOST_EDGES);
+        w.prefetched = take<int64_t>(from, 1);
+        w.slopes = take<T>(from, 0);
+        return w;
     }
     Sums slot(int64_t index) const {
-        char *from = slots + index * ((slot_bytes(in) + 63) / 64 * 64);
+        char *from = slots + index * whole_lines(slot_bytes(in));
         Sums s;
         s.total = take<T>(from, in.width);
         s.queries = take<T>(from, in.row);
         return s;
     }
 
-    // what edges are numbered was checked before the first half
+    // edge ids were checked before the first half
     bool in_range(int64_t begin, int64_t end) const {
-        return in.problem.kind != DOT || all_below(in.problem.source + begin, end - begin, in.problem.sources);
+        return in.problem.kind != DOT || all_below(in.problem.indices + begin, end - begin, in.problem.sources);
     }
 
     void whole(int64_t part, int thread, int64_t node, int64_t begin, int64_t end) const {
-        Bench b = bench(thread);
-        Sums sums{b.total, b.queries};
-        run(part, b, begin, end, sums);
+        Workspace w = workspace(thread);
+        Sums sums{w.total, w.queries};
+        run(part, w, begin, end, sums);
         close(part, node, sums);
     }
     void piece(int64_t part, int thread, int64_t, int64_t begin, int64_t end, int64_t index) const {
-        Bench b = bench(thread);
-        run(part, b, begin, end, slot(index));
+        Workspace w = workspace(thread);
+        run(part, w, begin, end, slot(index));
     }
     void merge(int64_t, int64_t into, int64_t from) const {
         Sums s = slot(into), other = slot(from);
@@ -72,40 +72,40 @@ struct ByDestination {
     void finish(int64_t part, int64_t node, int64_t index) const { close(part, node, slot(index)); }
 
     void close(int64_t part, int64_t node, const Sums &sums) const {
-        T *dq = between.dq + node * in.q_row;
+        T *dq = state.dq + node * in.q_row;
         if (in.problem.kind == GAT) {
             for (int64_t h = 0; h < in.shape.heads; ++h) dq[h] = sums.total[h];
         } else if (in.problem.kind == DOT) {
             for (int64_t x = 0; x < in.row; ++x) dq[x] = in.factor * sums.queries[x];
         } else {
-            T *da = between.da ? between.da_parts + part * in.row : nullptr;
+            T *da = state.da ? state.da_parts + part * in.row : nullptr;
             close_gatv2(in, in.q + node * in.row, sums.total, sums.queries, dq, da, static_cast<const T *>(nullptr));
         }
     }
 
-    void run(int64_t part, Bench &b, int64_t begin, int64_t end, const Sums &sums) const {
+    void run(int64_t part, Workspace &w, int64_t begin, int64_t end, const Sums &sums) const {
         for (int64_t h = 0; h < in.shape.heads; ++h) sums.total[h] = 0;
         if (begin == end)
             for (int64_t x = 0; x < in.row; ++x) sums.queries[x] = 0;
         for (int64_t at = begin; at < end; at += in.block) {
             int64_t count = end - at < in.block ? end - at : in.block;
-            Coefficients<T> ds{between.ds + at * in.shape.heads, in.shape.heads, 1};
+            Coefficients<T> ds{state.ds + at * in.shape.heads, in.shape.heads, 1};
             if (in.problem.kind == DOT) {
-                for (int64_t e = 0; e < count; ++e) b.k_rows[e] = in.k + in.problem.source[at + e] * in.k_row;
-                Next next = next_edges(b.asked, at + count, in.block, in.problem.edges);
-                loops.accumulate(in.shape, ds, b.k_rows, count, at == begin, sums.queries, ahead(next));
+                for (int64_t e = 0; e < count; ++e) w.k_rows[e] = in.k + in.problem.indices[at + e] * in.k_row;
+                Next next = next_edges(w.prefetched, at + count, in.block, in.problem.edges);
+                loops.accumulate(in.shape, ds, w.k_rows, count, at == begin, sums.queries, prefetch(next));
                 continue;
             }
             sum_rows(ds.at, count, sums.total);
             if (in.problem.kind == GAT) continue;
-            for (int64_t e = 0; e < count; ++e) b.signs[e] = between.signs + (at + e) * between.signs_row;
-            loops.accumulate_signs(in.shape, ds, b.signs, count, at == begin, sums.queries);
-            if (between.d_features || between.map_parts) edge_features(part, b, at, count, ds.at);
+            for (int64_t e = 0; e < count; ++e) w.signs[e] = state.signs + (at + e) * state.signs_row;
+            loops.accumulate_signs(in.shape, ds, w.signs, count, at == begin, sums.queries);
+            if (state.d_features || state.map_parts) edge_features(part, w, at, count, ds.at);
         }
     }
 
-    Ahead ahead(Next next) const {
-        return {reinterpret_cast<const char *>(in.k), in.problem.source + next.at, next.count,
+    Prefetch prefetch(Next next) const {
+        return {reinterpret_cast<const char *>(in.k), in.problem.indices + next.at, next.count,
                 in.row * int64_t(sizeof(T)), in.shape.dim * int64_t(sizeof(T))};
     }
 
@@ -122,16 +122,16 @@ struct ByDestination {
     }
 
     // d_features[e, f] = <a map[f], slopes[e]> and d_map[h, f] += features[e, f] slopes[e], where slopes = ds leaky'
-    void edge_features(int64_t part, Bench &b, int64_t at, int64_t count, const T *ds) const {
-        for (int64_t e = 0; e < count; ++e) write_slopes(b.signs[e], ds + e * in.shape.heads, b.slopes + e * in.row);
+    void edge_features(int64_t part, Workspace &w, int64_t at, int64_t count, const T *ds) const {
+        for (int64_t e = 0; e < count; ++e) write_slopes(w.signs[e], ds + e * in.shape.heads, w.slopes + e * in.row);
         const int64_t number = in.problem.edge_features;
         for (int64_t e = 0; e < count; ++e) {
-            const int64_t edge = in.problem.edge[at + e];
-            const T *slopes = b.slopes + e * in.row;
-            if (between.d_features)
+            const int64_t edge = in.problem.edge_id[at + e];
+            const T *slopes = w.slopes + e * in.row;
+            if (state.d_features)
                 for (int64_t f = 0; f < number; ++f)
-                    put(between.d_features + edge * number + f, feature_product(slopes, f), in.number);
-            if (between.map_parts) add_map(part, slopes, in.features + edge * number);
+                    put(state.d_features + edge * number + f, feature_product(slopes, f), in.number);
+            if (state.map_parts) add_map(part, slopes, in.features + edge * number);
         }
     }
 
@@ -146,7 +146,7 @@ struct ByDestination {
     T feature_product(const T *slopes, int64_t f) const {
         Vec<T, 8> sum{};
         for (int64_t h = 0; h < in.shape.heads; ++h) {
-            const T *a_map = between.a_map + (h * in.problem.edge_features + f) * in.shape.dim;
+            const T *a_map = state.a_map + (h * in.problem.edge_features + f) * in.shape.dim;
             for (int64_t x = 0; x < in.shape.dim; x += 8)
                 sum += load<Vec<T, 8>>(a_map + x) * load<Vec<T, 8>>(slopes + h * in.shape.dim + x);
         }
@@ -155,7 +155,7 @@ struct ByDestination {
 
     void add_map(int64_t part, const T *slopes, const T *features) const {
         const int64_t number = in.problem.edge_features, dim = in.shape.dim;
-        T *sums = between.map_parts + part * in.shape.heads * number * dim;
+        T *sums = state.map_parts + part * in.shape.heads * number * dim;
         for (int64_t h = 0; h < in.shape.heads; ++h)
             for (int64_t f = 0; f < number; ++f)
                 for (int64_t x = 0; x < dim; x += 8) {

@@ -1,31 +1,20 @@
-// The arguments of one batch entry, with their type, and what both directions ask of them.
+// The typed arguments of one batch entry, shared by both directions.
 #pragma once
 
-#include "simd/hash.hpp"
 #include "edges/ids.hpp"
-#include "edges/parts.hpp"
-#include "problem.hpp"
-#include "edges/quads.hpp"
 #include "edges/loops.hpp"
-
-#if defined(_OPENMP)
-#include <omp.h>
-#endif
+#include "edges/parts.hpp"
+#include "edges/quads.hpp"
+#include "problem.hpp"
+#include "simd/hash.hpp"
+#include "simd/threads.hpp"
 
 namespace polyhead {
 namespace {
 
-inline int thread_number() {
-#if defined(_OPENMP)
-    return omp_get_thread_num();
-#else
-    return 0;
-#endif
-}
-
 constexpr int64_t MOST_EDGES = 32, BLOCK_BYTES = 32768;
 
-// Edges worked on together: their rows about fill the first cache.
+// Edges processed together: their rows roughly fill the L1 cache.
 inline int64_t block_edges(int64_t bytes) {
     int64_t edges = BLOCK_BYTES / (bytes + 1) / 4 * 4;
     return edges < 4 ? 4 : edges > MOST_EDGES ? MOST_EDGES : edges;
@@ -45,10 +34,10 @@ template <class T>
 struct Entry {
     const Problem &problem;
     Shape shape;
-    int64_t number, row, width, q_row, k_row, block;  // width: of a quad; q_row, k_row: elements of a node
+    int64_t number, row, width, q_row, k_row, block;  // width: of a quad; q_row, k_row: elements per node
     const T *q, *k, *v, *a, *inside, *features, *map, *weights;
     bool tied;
-    T factor, kept;
+    T factor, keep;  // keep: 1 / (1 - dropout)
     Dropout dropout;
 
     Entry(const Problem &p, int64_t entry, int gathered)
@@ -65,27 +54,26 @@ struct Entry {
         map = offset<T>(p.map, 0);
         weights = offset<T>(p.weights, 0);
         factor = T(p.factor);
-        kept = T(1 / (1 - p.dropout));
+        keep = T(1 / (1 - p.dropout));
         dropout = dropout_of(p.dropout, p.threshold);
     }
 
     uint32_t head_hash(int64_t h) const { return hash_head(problem.seed, number * shape.heads + h); }
 
-    // whether edges are looked up by their numbers
-    bool numbered() const { return inside || features || weights; }
+    // whether edge ids are used
+    bool uses_edge_ids() const { return inside || features || weights; }
 };
 
-// The edges to ask memory for while [at, at + count) are worked on: those up to a block further on that were not asked
-// for yet.
+// The edges to prefetch while a block is processed: those of the next block that were not prefetched yet.
 struct Next {
     int64_t at, count;
 };
 
-POLYHEAD_INLINE Next next_edges(int64_t *asked, int64_t end, int64_t block, int64_t edges) {
+POLYHEAD_INLINE Next next_edges(int64_t *prefetched, int64_t end, int64_t block, int64_t edges) {
     int64_t to = end + block < edges ? end + block : edges;
-    // a thread that begins another part has asked for nothing there
-    int64_t from = *asked > end && *asked <= to ? *asked : end;
-    *asked = to;
+    // a thread that starts another part has prefetched nothing there
+    int64_t from = *prefetched > end && *prefetched <= to ? *prefetched : end;
+    *prefetched = to;
     return {from, to - from};
 }
 

@@ -1,4 +1,4 @@
-// The floor: rows gathered and summed, with the partition and the prefetching of the attention and none of its
+// A lower bound for the benchmarks: gathers and sums rows, with the partition and prefetching of attention, without its
 // arithmetic.
 #pragma once
 
@@ -14,7 +14,7 @@ struct Gather {
     Shape shape;
     char *slots;
     const T *one;
-    int64_t *asked;  // a line for each thread
+    int64_t *prefetched;  // one cache line per thread
 
     T *slot(int64_t index) const { return reinterpret_cast<T *>(slots) + index * in.width; }
     T *out(int64_t node) const { return static_cast<T *>(in.out) + node * in.width; }
@@ -25,16 +25,16 @@ struct Gather {
         if (begin == end)
             for (int64_t x = 0; x < in.width; ++x) into[x] = 0;
         for (int64_t at = begin; at < end; at += block) {
-            int64_t count = end - at < block ? end - at : block, *asked_here = asked + thread * 8;
-            for (int64_t e = 0; e < count; ++e) rows[e] = static_cast<const T *>(in.v) + in.source[at + e] * in.width;
-            Next next = next_edges(asked_here, at + count, block, edges);
-            Ahead ahead{static_cast<const char *>(in.v), in.source + next.at, next.count,
+            int64_t count = end - at < block ? end - at : block, *mine = prefetched + thread * 8;
+            for (int64_t e = 0; e < count; ++e) rows[e] = static_cast<const T *>(in.v) + in.indices[at + e] * in.width;
+            Next next = next_edges(mine, at + count, block, edges);
+            Prefetch prefetch{static_cast<const char *>(in.v), in.indices + next.at, next.count,
                         in.width * int64_t(sizeof(T)), shape.dim * int64_t(sizeof(T))};
-            loops.accumulate(shape, {one, 0, 0}, rows, count, at == begin, into, ahead);
+            loops.accumulate(shape, {one, 0, 0}, rows, count, at == begin, into, prefetch);
         }
     }
 
-    bool in_range(int64_t begin, int64_t end) const { return all_below(in.source + begin, end - begin, in.sources); }
+    bool in_range(int64_t begin, int64_t end) const { return all_below(in.indices + begin, end - begin, in.sources); }
     void whole(int64_t, int thread, int64_t node, int64_t begin, int64_t end) const {
         run(thread, begin, end, out(node));
     }
@@ -51,20 +51,20 @@ struct Gather {
 
 template <class T>
 Status gather_sum(const GatherSum &in) {
-    Starts first;
-    if (const Status status = first.copy(in.first, in.destinations, in.edges)) return status;
-    // "heads" of one vector each: the tiles then take eight of them at a time
+    Starts indptr;
+    if (const Status status = indptr.copy(in.indptr, in.destinations, in.edges)) return status;
+    // "heads" of one vector each: a register block then holds eight of them
     const int64_t dim = in.width % NATIVE<T> ? 8 : NATIVE<T>;
     Loops<T> loops = loops_for<T>(dim);
-    Scratch slots, ones, asked;
+    Scratch slots, ones, prefetched;
     if (!slots.reserve(2 * count_parts(in.edges) * in.width * sizeof(T))) return NO_MEMORY;
-    // a coefficient is looked up at its quad, whatever the strides
+    // coefficients are read per quad, whatever the strides
     const int64_t count = MOST_EDGES * (in.width / dim);
     if (!ones.reserve(count * sizeof(T))) return NO_MEMORY;
-    if (!asked.reserve_zeros(in.threads * 64)) return NO_MEMORY;
+    if (!prefetched.reserve_zeros(in.threads * 64)) return NO_MEMORY;
     for (int64_t x = 0; x < count; ++x) ones.as<T>()[x] = 1;
-    Gather<T> work{in, loops, {in.width / dim, dim}, slots.as<char>(), ones.as<T>(), asked.as<int64_t>()};
-    return over_parts(work, first.get(), in.destinations, in.threads, thread_number) ? DONE : OUT_OF_RANGE;
+    Gather<T> work{in, loops, {in.width / dim, dim}, slots.as<char>(), ones.as<T>(), prefetched.as<int64_t>()};
+    return over_parts(work, indptr.get(), in.destinations, in.threads, thread_number) ? DONE : OUT_OF_RANGE;
 }
 
 }  // namespace

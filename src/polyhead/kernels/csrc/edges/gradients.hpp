@@ -7,7 +7,7 @@
 namespace polyhead {
 namespace {
 
-// The scratch of a backward pass: `ready` is false when there was no memory.
+// The scratch memory of a backward pass; `ready` is false if there is none.
 template <class T>
 struct BackwardScratch {
     Scratch threads, slots, stats, ds, signs, da, map, a_map;
@@ -17,9 +17,9 @@ struct BackwardScratch {
         const Problem &p = in.problem;
         const int64_t edges = p.edges, wide = sizeof(T);
         const int64_t map_row = p.edge_features * in.row;
-        const int64_t bench = line(BySource<T>::bench_bytes(in), ByDestination<T>::bench_bytes(in));
+        const int64_t workspace = line(BySource<T>::workspace_bytes(in), ByDestination<T>::workspace_bytes(in));
         const int64_t slot = line(BySource<T>::slot_bytes(in), ByDestination<T>::slot_bytes(in));
-        ready = threads.reserve_zeros(p.threads * bench) && slots.reserve(2 * parts * slot) &&
+        ready = threads.reserve_zeros(p.threads * workspace) && slots.reserve(2 * parts * slot) &&
                 stats.reserve(p.destinations * 2 * p.heads * wide) && ds.reserve(edges * p.heads * wide) &&
                 (p.kind != GATV2 || signs.reserve(edges * (in.row / lanes) * sizeof(Signs<T>))) &&
                 (!to.da || da.reserve(parts * in.row * wide)) &&
@@ -27,7 +27,7 @@ struct BackwardScratch {
     }
 
   private:
-    static int64_t line(int64_t a, int64_t b) { return ((a > b ? a : b) + 63) / 64 * 64; }
+    static int64_t line(int64_t a, int64_t b) { return whole_lines(a > b ? a : b); }
 };
 
 // The parts, summed in order into the first of them.
@@ -37,19 +37,19 @@ void sum_parts(T *parts, int64_t count, int64_t width) {
         for (int64_t x = 0; x < width; ++x) parts[x] += parts[part * width + x];
 }
 
-// da = the nodes' share and, with features, the edges': sum of map times what d_map is made of
+// da is the sum over nodes and, with edge features, over edges: map times the sums behind d_map
 template <class T>
-void finish_parts(const Entry<T> &in, const Gradients &to, const Between<T> &between, int64_t parts) {
+void finish_parts(const Entry<T> &in, const Gradients &to, const BackwardState<T> &state, int64_t parts) {
     const int64_t features = in.problem.edge_features, dim = in.shape.dim;
-    if (between.map_parts) sum_parts(between.map_parts, parts, features * in.row);
+    if (state.map_parts) sum_parts(state.map_parts, parts, features * in.row);
     if (to.da) {
-        sum_parts(between.da_parts, parts, in.row);
-        for (int64_t x = 0; x < in.row; ++x) static_cast<T *>(to.da)[x] = between.da_parts[x];
+        sum_parts(state.da_parts, parts, in.row);
+        for (int64_t x = 0; x < in.row; ++x) static_cast<T *>(to.da)[x] = state.da_parts[x];
     }
-    for (int64_t x = 0; between.map_parts && x < features * in.row; ++x) {
+    for (int64_t x = 0; state.map_parts && x < features * in.row; ++x) {
         const int64_t at = x / (features * dim) * dim + x % dim;
-        if (to.da) static_cast<T *>(to.da)[at] += in.map[x] * between.map_parts[x];
-        if (to.d_map) static_cast<T *>(to.d_map)[x] = in.a[at] * between.map_parts[x];
+        if (to.da) static_cast<T *>(to.da)[at] += in.map[x] * state.map_parts[x];
+        if (to.d_map) static_cast<T *>(to.d_map)[x] = in.a[at] * state.map_parts[x];
     }
 }
 
@@ -59,7 +59,7 @@ void clear(T *x, int64_t count) {
 }
 
 template <class T>
-Between<T> between_of(const Entry<T> &in, const Gradients &to, BackwardScratch<T> &scratch, int64_t lanes) {
+BackwardState<T> state_of(const Entry<T> &in, const Gradients &to, BackwardScratch<T> &scratch, int64_t lanes) {
     const Problem &p = in.problem;
     const int64_t to_row = in.number * p.destinations, from_row = in.number * p.sources;
     const bool sums_map = in.map && (to.d_map || to.da);
@@ -86,19 +86,19 @@ Between<T> between_of(const Entry<T> &in, const Gradients &to, BackwardScratch<T
 
 template <class T>
 Status backward(const Problem &p, const Gradients &to) {
-    Starts first, out_first;
-    if (const Status status = first.copy(p.first, p.destinations, p.edges)) return status;
-    if (const Status status = out_first.copy(to.out_first, p.sources, p.edges)) return status;
+    Starts indptr, out_indptr;
+    if (const Status status = indptr.copy(p.indptr, p.destinations, p.edges)) return status;
+    if (const Status status = out_indptr.copy(to.out_indptr, p.sources, p.edges)) return status;
     Loops<T> loops = loops_for<T>(p.dim);
     const int64_t parts = count_parts(p.edges);
     const int gathered = p.kind == GAT ? 1 : 2;
     Entry<T> shape(p, 0, gathered);
-    // all of them: from the sources' side they are looked up in any order
-    if (shape.numbered() && !all_below(p.edge, p.edges, p.edges)) return OUT_OF_RANGE;
+    // all at once: the first half reads them in any order
+    if (shape.uses_edge_ids() && !all_below(p.edge_id, p.edges, p.edges)) return OUT_OF_RANGE;
     const int64_t map_row = p.edge_features * shape.row;
     BackwardScratch<T> scratch(shape, to, parts, loops.lanes);
     if (!scratch.ready) return NO_MEMORY;
-    Between<T> all = between_of(shape, to, scratch, loops.lanes);
+    BackwardState<T> all = state_of(shape, to, scratch, loops.lanes);
     if (all.da) clear(all.da_parts, parts * shape.row);
     if (all.map_parts) clear(all.map_parts, parts * map_row);
     for (int64_t x = 0; shape.map && x < map_row; ++x)
@@ -106,12 +106,12 @@ Status backward(const Problem &p, const Gradients &to) {
     char *threads = scratch.threads.template as<char>(), *slots = scratch.slots.template as<char>();
     for (int64_t number = 0; number < p.batch; ++number) {
         Entry<T> in(p, number, gathered);
-        Between<T> between = between_of(in, to, scratch, loops.lanes);
-        make_stats(in, between);
-        BySource<T> sources{in, loops, between, threads, slots};
-        if (!over_parts(sources, out_first.get(), p.sources, p.threads, thread_number)) return OUT_OF_RANGE;
-        ByDestination<T> destinations{in, loops, between, threads, slots};
-        if (!over_parts(destinations, first.get(), p.destinations, p.threads, thread_number)) return OUT_OF_RANGE;
+        BackwardState<T> state = state_of(in, to, scratch, loops.lanes);
+        make_stats(in, state);
+        BySource<T> sources{in, loops, state, threads, slots};
+        if (!over_parts(sources, out_indptr.get(), p.sources, p.threads, thread_number)) return OUT_OF_RANGE;
+        ByDestination<T> destinations{in, loops, state, threads, slots};
+        if (!over_parts(destinations, indptr.get(), p.destinations, p.threads, thread_number)) return OUT_OF_RANGE;
     }
     finish_parts(shape, to, all, parts);
     return DONE;

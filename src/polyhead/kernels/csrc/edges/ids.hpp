@@ -1,4 +1,4 @@
-// Ids of nodes and edges, in memory that others can write to: none is followed before it was checked.
+// Ids of nodes and edges, in memory that others can write to: each is checked before it is used.
 #pragma once
 
 #include "edges/parts.hpp"
@@ -7,25 +7,25 @@
 namespace polyhead {
 namespace {
 
-// Not inlined: the loops around the edges are then compiled as they are without it, and are as fast.
+// Not inlined: this does not slow down the loops over the edges.
 __attribute__((noinline)) bool all_below(const int32_t *ids, int64_t count, int64_t limit) {
-    // without their signs negative ids are larger than any limit
+    // as unsigned numbers, negative ids are larger than any limit
     uint32_t largest = 0;
     for (int64_t i = 0; i < count; ++i) largest = uint32_t(ids[i]) > largest ? uint32_t(ids[i]) : largest;
     return count == 0 || int64_t(largest) < limit;
 }
 
-// Where the edges of each node begin: copied, for it is read many times, from 0 to the number of edges and never back.
+// A checked copy of indptr: it rises from 0 to the number of edges.
 class Starts {
   public:
-    Status copy(const int32_t *first, int64_t nodes, int64_t edges) {
+    Status copy(const int32_t *indptr, int64_t nodes, int64_t edges) {
         const size_t bytes = size_t(nodes + 1) * sizeof(int32_t);
         if (!memory_.reserve(bytes)) return NO_MEMORY;
         int32_t *mine = memory_.as<int32_t>();
-        std::memcpy(mine, first, bytes);
-        int wrong = mine[0] != 0 || mine[nodes] != edges;
-        for (int64_t n = 0; n < nodes; ++n) wrong |= mine[n] > mine[n + 1];
-        return wrong ? OUT_OF_RANGE : DONE;
+        std::memcpy(mine, indptr, bytes);
+        int invalid = mine[0] != 0 || mine[nodes] != edges;
+        for (int64_t n = 0; n < nodes; ++n) invalid |= mine[n] > mine[n + 1];
+        return invalid ? OUT_OF_RANGE : DONE;
     }
     const int32_t *get() { return memory_.as<int32_t>(); }
 

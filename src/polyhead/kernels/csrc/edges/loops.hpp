@@ -1,5 +1,5 @@
-// The four loops that touch rows of (heads, dim): dot products, GATv2's products, weighted sums, and sums under a bit
-// mask. Each is specialised on the vectors in a head, and works on a block of edges.
+// The four loops over rows of (heads, dim): dot products, GATv2's scores, weighted sums, and sums under a bit mask. Each
+// is specialised on the number of vectors per head, and processes a block of edges.
 #pragma once
 
 #include "simd/vector.hpp"
@@ -7,8 +7,8 @@
 namespace polyhead {
 namespace {
 
-// Rows to ask for while the present ones are worked on, one head's share at a time.
-struct Ahead {
+// Rows to prefetch while the current ones are processed, one head at a time.
+struct Prefetch {
     const char *base;
     const int32_t *index;
     int64_t count, row_bytes, head_bytes;
@@ -16,13 +16,13 @@ struct Ahead {
     POLYHEAD_INLINE void head(int64_t h) const {
         for (int64_t x = 0; x < count; ++x) {
             const char *at = base + index[x] * row_bytes + h * head_bytes;
-            // into the second cache: the first is full of the present block
+            // into the L2 cache: the L1 cache is full of the current block
             for (int64_t byte = 0; byte < head_bytes; byte += 64) __builtin_prefetch(at + byte, 0, 2);
         }
     }
 };
 
-// Numbers of a (edge, head): quads by head (1, 4), or the rows of an (edges, heads) array (heads, 1).
+// Coefficients per edge and head, with strides: quads (1, 4), or rows of an (edges, heads) array (heads, 1).
 template <class T>
 struct Coefficients {
     const T *at;
@@ -31,7 +31,7 @@ struct Coefficients {
 
 template <class T>
 struct Features {
-    const T *const *rows;  // one row of features for each edge
+    const T *const *rows;  // one row of features per edge
     const T *map;          // (heads, count, dim)
     int64_t count;
 };
@@ -40,19 +40,19 @@ struct Shape {
     int64_t heads, dim;
 };
 
-// A byte or two of signs for each vector of a row.
+// One or two bytes of signs per vector of a row.
 template <class T>
 using Signs = typename std::conditional<(NATIVE<T> > 8), uint16_t, uint8_t>::type;
 
 template <class T, int W, int C>
-struct Tiles {
+struct RowLoops {
     using V = Vec<T, W>;
 
     static POLYHEAD_INLINE int64_t chunks(const Shape &shape) { return C ? C : shape.dim / W; }
 
     // scores[quad][h] = factor * <fixed[h], rows[e][h]>
     static void dots(Shape shape, const T *fixed, const T *const *rows, int64_t quads, T factor, T *scores,
-                     Ahead ahead) {
+                     Prefetch prefetch) {
         const int64_t n = chunks(shape);
         for (int64_t h = 0; h < shape.heads; ++h) {
             const T *f = fixed + h * shape.dim;
@@ -64,14 +64,14 @@ struct Tiles {
                     for (int e = 0; e < 4; ++e) sum[e] += load<V>(f + c * W) * load<V>(r[e] + o + c * W);
                 store(scores + 4 * (quad * shape.heads + h), sums(sum[0], sum[1], sum[2], sum[3]) * factor);
             }
-            ahead.head(h);
+            prefetch.head(h);
         }
     }
 
-    // scores[quad][h] = <a[h], leaky(fixed[h] + rows[e][h] + map[h] features[e])>, and the signs of what leaky was
-    // given
+    // scores[quad][h] = <a[h], leaky(fixed[h] + rows[e][h] + map[h] features[e])>, and the signs of the
+    // arguments of leaky
     template <bool HasFeatures, bool KeepsSigns>
-    static void gatv2(Shape shape, const T *fixed, const T *const *rows, int64_t quads, T slope, T *scores, Ahead ahead,
+    static void gatv2(Shape shape, const T *fixed, const T *const *rows, int64_t quads, T slope, T *scores, Prefetch prefetch,
                       const T *a, Features<T> features, Signs<T> *const *signs) {
         const int64_t n = chunks(shape);
         for (int64_t h = 0; h < shape.heads; ++h) {
@@ -100,13 +100,13 @@ struct Tiles {
                 }
                 store(scores + 4 * (quad * shape.heads + h), sums(sum[0], sum[1], sum[2], sum[3]));
             }
-            ahead.head(h);
+            prefetch.head(h);
         }
     }
 
-    // Runs f<heads, chunks>(head, chunk) over tiles of a row that fit the registers.
+    // Calls f<heads, chunks>(head, chunk) for blocks of a row that fit into the registers.
     template <class F>
-    static POLYHEAD_INLINE void tiled(const Shape &shape, F f) {
+    static POLYHEAD_INLINE void over_register_blocks(const Shape &shape, F f) {
         int64_t h = 0;
         if constexpr (C == 1)
             for (; h + 8 <= shape.heads; h += 8)
@@ -129,61 +129,63 @@ struct Tiles {
         }
     }
 
-    // A block is summed from zero and then added: the rounding of a long sum grows with its blocks, not with its edges.
+    // A block is summed from zero and then added: rounding errors grow with the number of blocks, not of edges.
     template <int N>
     static POLYHEAD_INLINE void put(T *into, const V *sum, bool fresh) {
         for (int x = 0; x < N; ++x) store(into + x * W, fresh ? sum[x] : load<V>(into + x * W) + sum[x]);
     }
 
-    // into[h] (+)= sum over edges of c[e, h] * rows[e][h]
-    static void accumulate(Shape shape, Coefficients<T> c, const T *const *rows, int64_t count, bool fresh, T *into,
-                           Ahead ahead) {
-        tiled(shape, [&](auto heads, auto vectors, int64_t h, int64_t chunk) {
+    // into[h] (+)= sum over edges of c[e, h] times data(e, h, chunk), where add(sum, c, data, x) adds the vector x of a block
+    template <class Data, class Add>
+    static POLYHEAD_INLINE void sum_edges(Shape shape, Coefficients<T> c, int64_t count, bool fresh, T *into,
+                                          const Prefetch *prefetch, Data data, Add add) {
+        over_register_blocks(shape, [&](auto heads, auto vectors, int64_t h, int64_t chunk) {
             constexpr int H = decltype(heads)::value, N = decltype(vectors)::value;
-            const int64_t o = h * shape.dim + chunk * W;
             V sum[H * N] = {};
             for (int64_t e = 0; e < count; ++e) {
                 const T *at = c.at + (e / 4) * 4 * shape.heads + (e % 4) * c.edge + h * c.head;
-                const T *row = rows[e] + o;
-                for (int x = 0; x < H * N; ++x) sum[x] += at[x / N * c.head] * load<V>(row + x * W);
+                const auto *from = data(e, h, chunk);
+                for (int x = 0; x < H * N; ++x) add(sum[x], at[x / N * c.head], from, x);
             }
-            put<H * N>(into + o, sum, fresh);
-            if (chunk == 0)
-                for (int x = 0; x < H; ++x) ahead.head(h + x);
+            put<H * N>(into + h * shape.dim + chunk * W, sum, fresh);
+            if (prefetch && chunk == 0)
+                for (int x = 0; x < H; ++x) prefetch->head(h + x);
         });
+    }
+
+    // into[h] (+)= sum over edges of c[e, h] * rows[e][h]
+    static void accumulate(Shape shape, Coefficients<T> c, const T *const *rows, int64_t count, bool fresh, T *into,
+                           Prefetch prefetch) {
+        sum_edges(
+            shape, c, count, fresh, into, &prefetch,
+            [&](int64_t e, int64_t h, int64_t chunk) { return rows[e] + h * shape.dim + chunk * W; },
+            [](V &sum, T coefficient, const T *row, int x) { sum += coefficient * load<V>(row + x * W); });
     }
 
     // into[h] (+)= sum over edges of c[e, h] where the sign bit of (e, h, d) is set
     static void accumulate_signs(Shape shape, Coefficients<T> c, const Signs<T> *const *signs, int64_t count,
                                  bool fresh, T *into) {
         const int64_t n = chunks(shape);
-        tiled(shape, [&](auto heads, auto vectors, int64_t h, int64_t chunk) {
-            constexpr int H = decltype(heads)::value, N = decltype(vectors)::value;
-            const int64_t o = h * shape.dim + chunk * W;
-            V sum[H * N] = {};
-            for (int64_t e = 0; e < count; ++e) {
-                const T *at = c.at + (e / 4) * 4 * shape.heads + (e % 4) * c.edge + h * c.head;
-                const Signs<T> *bits = signs[e] + h * n + chunk;
-                for (int x = 0; x < H * N; ++x) sum[x] = add_where(sum[x], bits[x], splat<V>(at[x / N * c.head]));
-            }
-            put<H * N>(into + o, sum, fresh);
-        });
+        sum_edges(
+            shape, c, count, fresh, into, nullptr,
+            [&](int64_t e, int64_t h, int64_t chunk) { return signs[e] + h * n + chunk; },
+            [](V &sum, T coefficient, const Signs<T> *bits, int x) { sum = add_where(sum, bits[x], splat<V>(coefficient)); });
     }
 };
 
-// The loops for one dim: chosen once a call, called through pointers, so that what surrounds them is compiled once.
+// The loops for one dim, chosen once per call and called through pointers, so that their callers are compiled once.
 template <class T>
 struct Loops {
     int64_t lanes;
-    decltype(&Tiles<T, NATIVE<T>, 0>::dots) dots;
-    decltype(&Tiles<T, NATIVE<T>, 0>::template gatv2<false, false>) gatv2[2][2];  // [has features][keeps signs]
-    decltype(&Tiles<T, NATIVE<T>, 0>::accumulate) accumulate;
-    decltype(&Tiles<T, NATIVE<T>, 0>::accumulate_signs) accumulate_signs;
+    decltype(&RowLoops<T, NATIVE<T>, 0>::dots) dots;
+    decltype(&RowLoops<T, NATIVE<T>, 0>::template gatv2<false, false>) gatv2[2][2];  // [has features][keeps signs]
+    decltype(&RowLoops<T, NATIVE<T>, 0>::accumulate) accumulate;
+    decltype(&RowLoops<T, NATIVE<T>, 0>::accumulate_signs) accumulate_signs;
 };
 
 template <class T, int W, int C>
 Loops<T> loops() {
-    using L = Tiles<T, W, C>;
+    using L = RowLoops<T, W, C>;
     return {W,
             &L::dots,
             {{&L::template gatv2<false, false>, &L::template gatv2<false, true>},

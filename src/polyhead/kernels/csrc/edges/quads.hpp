@@ -1,5 +1,5 @@
-// The numbers of a block of edges, in quads: (edges / 4, heads, 4), so that four edges of a head are neighbours and all
-// the arithmetic between the products runs over one flat array.
+// The scores of a block of edges in quads, (edges / 4, heads, 4): four edges of a head are adjacent, and all the
+// arithmetic between the products runs over one flat array.
 #pragma once
 
 #include "simd/math.hpp"
@@ -44,7 +44,7 @@ POLYHEAD_INLINE void quad_to_rows(const T *from, int64_t heads, T *const to[4]) 
         for (int e = 0; e < 4; ++e) to[e][h] = from[4 * h + e];
 }
 
-// The lanes of the last quad from `count` on, in every head.
+// Sets the lanes of the last quad from `count` on, in every head.
 template <class T>
 POLYHEAD_INLINE void fill_tail(T *last_quad, int64_t heads, int64_t count, T value) {
     if (count == 4) return;
@@ -72,23 +72,23 @@ POLYHEAD_INLINE T sum_of_four(const T *x) {
     return (x[0] + x[1]) + (x[2] + x[3]);
 }
 
-// most[h][0..3] = the largest score of a head, in each lane
+// row_max[h][0..3] = the largest score of a head, in every lane
 template <class V, class T>
-POLYHEAD_INLINE void quad_maxima(const T *scores, int64_t quads, int64_t width, T *most) {
+POLYHEAD_INLINE void quad_maxima(const T *scores, int64_t quads, int64_t width, T *row_max) {
     constexpr int64_t lanes = sizeof(V) / sizeof(T);
     for (int64_t x = 0; x < width; x += lanes) {
         V m = load<V>(scores + x);
         for (int64_t quad = 1; quad < quads; ++quad) m = larger(load<V>(scores + quad * width + x), m);
-        store(most + x, largest_of_four(m));
+        store(row_max + x, largest_of_four(m));
     }
 }
 
-// scores = exp(scores - most), and their sums by lane
+// scores = exp(scores - row_max), and their sums by lane
 template <class V, class T>
-POLYHEAD_INLINE void quad_exponentials(T *scores, int64_t quads, int64_t width, const T *most, T *total) {
+POLYHEAD_INLINE void quad_exponentials(T *scores, int64_t quads, int64_t width, const T *row_max, T *total) {
     constexpr int lanes = sizeof(V) / sizeof(T);
     for (int64_t x = 0; x < width; x += lanes) {
-        V m = load<V>(most + x), sum{};
+        V m = load<V>(row_max + x), sum{};
         for (int64_t quad = 0; quad < quads; ++quad) {
             V y = exponential<T, lanes>(load<V>(scores + quad * width + x) - m);
             store(scores + quad * width + x, y);

@@ -3,64 +3,65 @@
 namespace polyhead {
 namespace {
 
-// Counts, at one place further on: the sum over what stands before is then made where they stand. Each id is read once (so
-// says volatile) and copied to where the second order will be: what is checked is what is sorted, whatever others write there.
+// Counts the edges of each node, one place to the right, so that the prefix sum can be done in place. Each id is read once
+// (hence volatile) and copied into the arrays of the second order: the ids that are sorted are those that were checked, even if
+// another thread writes to the input.
 template <class I>
-int64_t count(const Edges &edges, const Order &order) {
+int64_t count(const Edges &edges, const CSR &csr) {
     const volatile I *source = static_cast<const I *>(edges.sources), *destination = static_cast<const I *>(edges.destinations);
     for (int64_t e = 0; e < edges.count; ++e) {
         I s = source[e * edges.source_stride], d = destination[e * edges.destination_stride];
         if (s < 0 || s >= edges.num_sources || d < 0 || d >= edges.num_destinations) return e;
-        ++order.out_first[s + 1];
-        ++order.first[d + 1];
-        order.out_place[e] = int32_t(s);
-        order.out_destination[e] = int32_t(d);
+        ++csr.out_indptr[s + 1];
+        ++csr.indptr[d + 1];
+        csr.out_slot[e] = int32_t(s);
+        csr.out_indices[e] = int32_t(d);
     }
     return -1;
 }
 
-void sum(int32_t *first, int64_t nodes) {
-    for (int64_t n = 0; n < nodes; ++n) first[n + 1] += first[n];
+void sum(int32_t *indptr, int64_t nodes) {
+    for (int64_t n = 0; n < nodes; ++n) indptr[n + 1] += indptr[n];
 }
 
-// Placing moves every start to its node's end: one step back puts it right.
-void restore(int32_t *first, int64_t nodes) {
-    for (int64_t n = nodes; n > 0; --n) first[n] = first[n - 1];
-    first[0] = 0;
+// Placing the edges has advanced every start to the end of its node; this moves them back.
+void restore(int32_t *indptr, int64_t nodes) {
+    for (int64_t n = nodes; n > 0; --n) indptr[n] = indptr[n - 1];
+    indptr[0] = 0;
 }
 
-void place(const Edges &edges, const Order &order) {
+void place(const Edges &edges, const CSR &csr) {
     for (int64_t e = 0; e < edges.count; ++e) {
-        int32_t at = order.first[order.out_destination[e]]++;
-        order.source[at] = order.out_place[e];
-        order.edge[at] = int32_t(e);
+        int32_t at = csr.indptr[csr.out_indices[e]]++;
+        csr.indices[at] = csr.out_slot[e];
+        csr.edge_id[at] = int32_t(e);
     }
-    restore(order.first, edges.num_destinations);
+    restore(csr.indptr, edges.num_destinations);
     for (int64_t d = 0; d < edges.num_destinations; ++d)
-        for (int32_t at = order.first[d]; at < order.first[d + 1]; ++at) {
-            int32_t out = order.out_first[order.source[at]]++;
-            order.out_place[out] = at;
-            order.out_destination[out] = int32_t(d);
+        for (int32_t at = csr.indptr[d]; at < csr.indptr[d + 1]; ++at) {
+            int32_t out = csr.out_indptr[csr.indices[at]]++;
+            csr.out_slot[out] = at;
+            csr.out_indices[out] = int32_t(d);
         }
-    restore(order.out_first, edges.num_sources);
+    restore(csr.out_indptr, edges.num_sources);
 }
 
 template <class I>
-int64_t sort(const Edges &edges, const Order &order) {
-    for (int64_t n = 0; n <= edges.num_destinations; ++n) order.first[n] = 0;
-    for (int64_t n = 0; n <= edges.num_sources; ++n) order.out_first[n] = 0;
-    int64_t wrong = count<I>(edges, order);
-    if (wrong >= 0) return wrong;
-    sum(order.first, edges.num_destinations);
-    sum(order.out_first, edges.num_sources);
-    place(edges, order);
+int64_t sort(const Edges &edges, const CSR &csr) {
+    for (int64_t n = 0; n <= edges.num_destinations; ++n) csr.indptr[n] = 0;
+    for (int64_t n = 0; n <= edges.num_sources; ++n) csr.out_indptr[n] = 0;
+    int64_t invalid = count<I>(edges, csr);
+    if (invalid >= 0) return invalid;
+    sum(csr.indptr, edges.num_destinations);
+    sum(csr.out_indptr, edges.num_sources);
+    place(edges, csr);
     return -1;
 }
 
 }  // namespace
 
-int64_t sort_edges(const Edges &edges, const Order &order) {
-    return edges.wide ? sort<int64_t>(edges, order) : sort<int32_t>(edges, order);
+int64_t sort_edges(const Edges &edges, const CSR &csr) {
+    return edges.wide ? sort<int64_t>(edges, csr) : sort<int32_t>(edges, csr);
 }
 
 }  // namespace polyhead

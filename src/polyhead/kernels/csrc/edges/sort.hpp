@@ -12,12 +12,12 @@ struct Edges {
     int64_t count, num_sources, num_destinations;
 };
 
-struct Order {
-    int32_t *first, *source, *edge;                    // by destination
-    int32_t *out_first, *out_place, *out_destination;  // by source
+struct CSR {
+    int32_t *indptr, *indices, *edge_id;           // by destination
+    int32_t *out_indptr, *out_slot, *out_indices;  // by source
 };
 
-// -1, or the number of the first edge that has an id out of range: the arrays are then unspecified.
-int64_t sort_edges(const Edges &edges, const Order &order);
+// Returns -1, or the index of the first edge with an id out of range; the arrays are then unspecified.
+int64_t sort_edges(const Edges &edges, const CSR &csr);
 
 }  // namespace polyhead

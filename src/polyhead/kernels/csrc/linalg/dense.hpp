@@ -1,12 +1,10 @@
-// Products of narrow matrices whose rows lie one after the other, in whole vectors; and matrices from anywhere put so.
+// Products of narrow matrices with contiguous rows of whole vectors, and copies from and to other layouts.
 //
-// A row has `wide` numbers, a multiple of UNIT, of which the first k count and the others are zero. Matrices have a multiple of
-// UNIT rows, of which the last are zero too: no loop has a rest.
+// A row has `wide` numbers, k padded with zeros to a multiple of UNIT. The number of rows is padded to a multiple of UNIT too, so
+// that no loop has a remainder.
 #pragma once
 
-#include <utility>
-
-#include "simd/vector.hpp"
+#include "simd/transpose.hpp"
 
 namespace polyhead {
 namespace {
@@ -14,7 +12,7 @@ namespace {
 template <class T>
 struct Dense {
     static constexpr int L = NATIVE<T>, UNIT = L > 8 ? L : 8;
-    // sums that are under way at once: rows by vectors, in half of the registers
+    // sums computed at once, rows by vectors: half of the registers
     static constexpr int ROWS = VECTOR_BYTES == 64 ? 8 : 4, VECTORS = 2;
     using V = Vec<T, L>;
 
@@ -32,7 +30,7 @@ struct Dense {
             for (int64_t row = 0; row < rows; row += ROWS) times_tile<1>(a, b, out, row * wide, at, k, wide, from, c, d);
     }
 
-    // out (k, k) += aᵀ (k, rows) · b (rows, k); of a symmetric one only what lies above the diagonal, and some below.
+    // out (k, k) += aᵀ (k, rows) · b (rows, k); of a symmetric result only the upper triangle, and some of the lower one.
     static void inside(const T *a, const T *b, T *out, int64_t rows, int64_t k, bool symmetric = false) {
         const int64_t wide = whole(k);
         int64_t at = 0;
@@ -44,28 +42,28 @@ struct Dense {
                 inside_tile<1>(a + i, b + at, out + i * wide + at, rows, wide);
     }
 
-    // out = into · (a + aᵀ)
-    static void symmetric(const T *a, T *out, int64_t k, T into) {
-        turned(a, out, k);
+    // out = factor · (a + aᵀ)
+    static void symmetric(const T *a, T *out, int64_t k, T factor) {
+        transpose_square(a, out, k);
         const int64_t wide = whole(k);
-        for (int64_t i = 0; i < k * wide; i += L) store(out + i, (load<V>(a + i) + load<V>(out + i)) * into);
+        for (int64_t i = 0; i < k * wide; i += L) store(out + i, (load<V>(a + i) + load<V>(out + i)) * factor);
     }
 
     // out (k, k) = aᵀ
-    static void turned(const T *a, T *out, int64_t k) {
+    static void transpose_square(const T *a, T *out, int64_t k) {
         const int64_t wide = whole(k);
         for (int64_t i = 0; i < wide; i += L)
-            for (int64_t j = 0; j < wide; j += L) turn(a + i * wide + j, wide, out + j * wide + i, wide);
+            for (int64_t j = 0; j < wide; j += L) transpose_block(a + i * wide + j, wide, out + j * wide + i, wide);
     }
 
-    // What lies below the diagonal, from above it.
+    // Copies the upper triangle to the lower one.
     static void mirror(T *a, int64_t k) {
         const int64_t wide = whole(k);
         for (int64_t i = 0; i < k; ++i)
             for (int64_t j = 0; j < i; ++j) a[i * wide + j] = a[j * wide + i];
     }
 
-    // A matrix with any strides: `rows` of them, into rows of whole vectors; times `factor`.
+    // Copies `rows` rows of a matrix with any strides, times `factor`.
     static void gather(const T *from, int64_t row, int64_t column, T *into, int64_t rows, int64_t k, T factor = 1) {
         const int64_t wide = whole(k), whole_k = k / L * L;
         if (column == 1) {
@@ -79,7 +77,7 @@ struct Dense {
         }
         const int64_t whole_rows = row == 1 ? rows / L * L : 0;
         for (int64_t r = 0; r < whole_rows; r += L) {
-            for (int64_t c = 0; c < whole_k; c += L) turn(from + c * column + r, column, into + r * wide + c, wide, factor);
+            for (int64_t c = 0; c < whole_k; c += L) transpose_block(from + c * column + r, column, into + r * wide + c, wide, factor);
             for (int64_t c = whole_k; c < k; ++c)
                 for (int lane = 0; lane < L; ++lane) into[(r + lane) * wide + c] = from[c * column + r + lane] * factor;
         }
@@ -87,7 +85,7 @@ struct Dense {
             for (int64_t c = 0; c < k; ++c) into[r * wide + c] = from[r * row + c * column] * factor;
     }
 
-    // The other way round.
+    // The inverse of gather.
     static void scatter(const T *from, T *into, int64_t row, int64_t column, int64_t rows, int64_t k) {
         const int64_t wide = whole(k), whole_k = k / L * L;
         if (column == 1) {
@@ -101,7 +99,7 @@ struct Dense {
         }
         const int64_t whole_rows = row == 1 ? rows / L * L : 0;
         for (int64_t r = 0; r < whole_rows; r += L) {
-            for (int64_t c = 0; c < whole_k; c += L) turn(from + r * wide + c, wide, into + c * column + r, column);
+            for (int64_t c = 0; c < whole_k; c += L) transpose_block(from + r * wide + c, wide, into + c * column + r, column);
             for (int64_t c = whole_k; c < k; ++c)
                 for (int lane = 0; lane < L; ++lane) into[c * column + r + lane] = from[(r + lane) * wide + c];
         }
@@ -118,8 +116,8 @@ struct Dense {
         if (c) add_times<N>(sum, c + row, d + at, k, wide);
         for (int r = 0; r < ROWS; ++r)
             for (int v = 0; v < N; ++v) {
-                const int64_t here = row + r * wide + at + v * L;
-                store(out + here, from ? load<V>(from + here) - sum[r][v] : sum[r][v]);
+                const int64_t place = row + r * wide + at + v * L;
+                store(out + place, from ? load<V>(from + place) - sum[r][v] : sum[r][v]);
             }
     }
 
@@ -149,23 +147,11 @@ struct Dense {
             }
     }
 
-    // L rows of L numbers as columns: blocks of 1, 2, 4, … lanes change places.
-    static POLYHEAD_INLINE void turn(const T *from, int64_t step, T *into, int64_t into_step, T factor = 1) {
+        static POLYHEAD_INLINE void transpose_block(const T *from, int64_t step, T *into, int64_t into_step, T factor = 1) {
         V rows[L];
         for (int r = 0; r < L; ++r) rows[r] = load<V>(from + r * step) * factor;
-        swap_blocks<1>(rows, std::make_integer_sequence<int, L>{});
+        swap_lanes<1>(rows, std::make_integer_sequence<int, L>{});
         for (int r = 0; r < L; ++r) store(into + r * into_step, rows[r]);
-    }
-
-    template <int HALF, int... I>
-    static POLYHEAD_INLINE void swap_blocks(V (&rows)[L], std::integer_sequence<int, I...> lanes) {
-        for (int r = 0; r < L; ++r) {
-            if (r & HALF) continue;
-            const V a = rows[r], b = rows[r + HALF];
-            rows[r] = SHUFFLE(a, b, (I & HALF ? L + I - HALF : I)...);
-            rows[r + HALF] = SHUFFLE(a, b, (I & HALF ? L + I : I + HALF)...);
-        }
-        if constexpr (2 * HALF < L) swap_blocks<2 * HALF>(rows, lanes);
     }
 };
 

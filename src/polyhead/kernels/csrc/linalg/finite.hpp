@@ -1,4 +1,4 @@
-// Whether all numbers are finite: as fast as they can be read.
+// Whether all numbers are finite, at the speed of reading them.
 #pragma once
 
 #include <algorithm>
@@ -13,7 +13,7 @@ template <class T>
 bool all_finite(const T *x, int64_t count) {
     constexpr int L = NATIVE<T>;
     using V = Vec<T, L>;
-    // zero times a number is zero; times what is not finite it is no number, and sums stay so
+    // zero times a finite number is zero; times inf or NaN it is NaN, and the sum stays NaN
     V a = {}, b = {};
     T rest = 0;
     int64_t i = 0;
@@ -26,19 +26,19 @@ bool all_finite(const T *x, int64_t count) {
 
 template <class T>
 bool finite_numbers(const Pieces &in) {
-    // pieces are of any length: each is shared by all threads when it is long
+    // a long piece is shared by all threads
     constexpr int64_t PART = 1 << 15;
     if (in.pieces == 1 && in.counts[0] <= PART) return all_finite(reinterpret_cast<const T *>(in.data[0]), in.counts[0]);
-    int64_t wrong = 0;
-#pragma omp parallel num_threads(in.threads) reduction(+ : wrong)
+    int64_t nonfinite = 0;
+#pragma omp parallel num_threads(in.threads) reduction(+ : nonfinite)
     for (int64_t piece = 0; piece < in.pieces; ++piece) {
         const T *x = reinterpret_cast<const T *>(in.data[piece]);
         const int64_t count = in.counts[piece], parts = (count + PART - 1) / PART;
 #pragma omp for schedule(dynamic) nowait
         for (int64_t part = 0; part < parts; ++part)
-            wrong += !all_finite(x + part * PART, std::min(PART, count - part * PART));
+            nonfinite += !all_finite(x + part * PART, std::min(PART, count - part * PART));
     }
-    return wrong == 0;
+    return nonfinite == 0;
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-// A matrix times few vectors: as fast as the matrix can be read.
+// A matrix times few vectors, at the speed of reading the matrix.
 #pragma once
 
 #include "simd/math.hpp"
@@ -7,9 +7,9 @@
 namespace polyhead {
 namespace {
 
-// Four rows of the matrix, one after the other, so that memory is read in one stream; their sums end as one quad.
+// Four rows of the matrix, one after the other: memory is read as one stream, and their sums end in one quad.
 template <int M>
-POLYHEAD_INLINE void thin_rows(const Thin &in, int64_t row, int count, int64_t first) {
+POLYHEAD_INLINE void gemm_rows(const SkinnyGemm &in, int64_t row, int count, int64_t first) {
     constexpr int L = NATIVE<float>;
     using V = Vec<float, L>;
     const int64_t whole = in.columns / L * L;
@@ -42,22 +42,22 @@ POLYHEAD_INLINE void thin_rows(const Thin &in, int64_t row, int count, int64_t f
 }
 
 template <int M>
-void thin_part(const Thin &in, int64_t begin, int64_t end, int64_t first) {
+void gemm_part(const SkinnyGemm &in, int64_t begin, int64_t end, int64_t first) {
     int64_t row = begin;
-    for (; row + 4 <= end; row += 4) thin_rows<M>(in, row, 4, first);
-    if (row < end) thin_rows<M>(in, row, int(end - row), first);
+    for (; row + 4 <= end; row += 4) gemm_rows<M>(in, row, 4, first);
+    if (row < end) gemm_rows<M>(in, row, int(end - row), first);
 }
 
 // Vectors in fours, then one by one: the matrix is read from memory once, and again from the cache.
-inline void thin(const Thin &in) {
-    // each thread has rows of its own, a block of which stays in its cache for all vectors
+inline void skinny_gemm(const SkinnyGemm &in) {
+    // each thread has its own rows, and a block of them stays in its cache for all vectors
     const int64_t block = 64, blocks = (in.rows + block - 1) / block;
 #pragma omp parallel for num_threads(in.threads) schedule(static)
     for (int64_t b = 0; b < blocks; ++b) {
         const int64_t begin = b * block, end = begin + block < in.rows ? begin + block : in.rows;
         int64_t first = 0;
-        for (; first + 4 <= in.vectors; first += 4) thin_part<4>(in, begin, end, first);
-        for (; first < in.vectors; ++first) thin_part<1>(in, begin, end, first);
+        for (; first + 4 <= in.vectors; first += 4) gemm_part<4>(in, begin, end, first);
+        for (; first < in.vectors; ++first) gemm_part<1>(in, begin, end, first);
     }
 }
 

@@ -1,4 +1,4 @@
-// Which pairs dropout removes: the same integer hash as kernels/dropout.py, four pairs at a time.
+// Which pairs dropout removes: the integer hash of kernels/dropout.py, for a vector of pairs.
 #pragma once
 
 #include "simd/vector.hpp"
@@ -7,6 +7,8 @@ namespace polyhead {
 namespace {
 
 using Words = Vec<uint32_t, 4>;
+
+constexpr uint32_t KEY_FACTOR = 0x9E3779B1u;
 
 template <class U>
 POLYHEAD_INLINE U mix(U x) {
@@ -17,21 +19,27 @@ POLYHEAD_INLINE U mix(U x) {
 
 POLYHEAD_INLINE uint32_t hash_head(int32_t seed, int64_t head) { return mix(mix(uint32_t(seed)) + uint32_t(head)); }
 
+// The hash of one query, or of a vector of queries, of a head.
+template <class U>
+POLYHEAD_INLINE U hash_query(uint32_t head, U query) {
+    return mix(query + head);
+}
+
 struct Dropout {
     bool on;
-    int32_t last;  // the largest word that goes
+    int32_t last;  // the largest hash of a pair that is dropped
 };
 
 POLYHEAD_INLINE Dropout dropout_of(double dropout, int64_t threshold) {
     return {dropout > 0 && threshold > INT32_MIN, int32_t(threshold - 1)};
 }
 
-// 1 / (1 - dropout) where the pair stays, 0 where it goes.
-template <class T>
-POLYHEAD_INLINE Quad<T> dropout_factor(Dropout dropout, uint32_t head, Words query, Words key, T kept) {
-    Words word = mix(mix(query + head) ^ (key * 0x9E3779B1u));
-    auto stays = __builtin_convertvector((Vec<int32_t, 4>)word > dropout.last, Vec<Int<T>, 4>);
-    return stays ? splat<Quad<T>>(kept) : Quad<T>{};
+// `keep` = 1 / (1 - dropout) for the pairs that are kept, 0 for the others. `query` is from hash_query: one hash, or one per key.
+template <class T, int W, class Query>
+POLYHEAD_INLINE Vec<T, W> dropout_factor(Dropout dropout, Query query, Vec<uint32_t, W> key, T keep) {
+    const Vec<uint32_t, W> hash = mix(query ^ (key * KEY_FACTOR));
+    const auto stays = __builtin_convertvector((Vec<int32_t, W>)hash > dropout.last, Vec<Int<T>, W>);
+    return stays ? splat<Vec<T, W>>(keep) : Vec<T, W>{};
 }
 
 }  // namespace

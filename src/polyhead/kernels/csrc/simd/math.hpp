@@ -48,7 +48,7 @@ POLYHEAD_INLINE Vec<T, W> exponential(Vec<T, W> x) {
     V p = splat<V>(K::p[0]);
     for (unsigned term = 1; term < sizeof(K::p) / sizeof(T); ++term) p = p * r + K::p[term];
     V y = (p * r) * r + r + T(1);
-    // the low bits of `shifted` are the integer: a product, because an integer sum would unmake a NaN
+    // the low bits of `shifted` are the integer: multiply, because an integer addition would turn NaN into a number
     I scale = ((I)shifted + Int<T>(K::bias)) << K::mantissa;
     y = y * (V)scale;
     return x < K::lowest ? V{} : y;
@@ -60,7 +60,7 @@ POLYHEAD_INLINE Vec<T, W> logarithm(Vec<T, W> x) {
     using K = ExpConstants<T>;
     using V = Vec<T, W>;
     using I = Vec<Int<T>, W>;
-    // the bits of x, read as an integer, are a straight line through log2(x), off by 0.04 at most
+    // the bits of x, read as an integer, approximate log2(x) linearly, with an error of at most 0.04
     I bits = (I)x - (Int<T>(K::bias) << K::mantissa);
     V y = __builtin_convertvector(bits, V) * (T(0.69314718055994530942) / T(Int<T>(1) << K::mantissa)) + T(0.03);
     for (int step = 0; step < 2; ++step) {

@@ -1,7 +1,7 @@
-// Short vectors in GCC's and clang's notation, and the few operations that the notation lacks.
+// Short vectors in GCC's and clang's notation, and the few operations that it lacks.
 //
 // Everything here and in the files that include it is compiled once per instruction set. All of it has internal
-// linkage, so that the linker cannot take an AVX-512 body for a function of the baseline.
+// linkage, so that the linker cannot use an AVX-512 body for a function of the baseline.
 #pragma once
 
 #include <cstdint>
@@ -65,6 +65,14 @@ POLYHEAD_INLINE void store(T *to, V x) {
 template <class V, class T>
 POLYHEAD_INLINE V splat(T x) {
     return x - V{};
+}
+
+// 0, 1, 2, …
+template <class I, int W>
+POLYHEAD_INLINE Vec<I, W> iota() {
+    Vec<I, W> lanes;
+    for (int lane = 0; lane < W; ++lane) lanes[lane] = I(lane);
+    return lanes;
 }
 
 template <class V>
@@ -132,7 +140,7 @@ POLYHEAD_INLINE Quad<double> sums(Vec<double, 8> a, Vec<double, 8> b, Vec<double
 }
 #endif
 
-// Which lanes are positive, as bits: what the backward pass remembers of LeakyReLU.
+// Which lanes are positive, as bits: what the backward pass saves of LeakyReLU.
 template <class V>
 POLYHEAD_INLINE unsigned positive(V x) {
     auto mask = x > 0;
@@ -141,7 +149,7 @@ POLYHEAD_INLINE unsigned positive(V x) {
     return bits;
 }
 
-// x where the bit is set, y elsewhere. The general form asks x again: cheaper than to spread bits over lanes.
+// x where the bit is set, y elsewhere. The general form tests x again, which is cheaper than expanding the bits to lanes.
 template <class V>
 POLYHEAD_INLINE V choose(unsigned, V x, V y) {
     return x > 0 ? x : y;

@@ -1,0 +1,168 @@
+"""Read a corpus with a model, batch by batch, and count what its heads do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from polyhead.heads import Heads
+from polyhead.inspection.capture.capture import Capture
+from polyhead.inspection.roles.corpus import Sentence
+from polyhead.inspection.roles.role_scores import PairCounts, ScoreSums, score_positional_roles
+from polyhead.inspection.roles.roles import Card, Role, make_cards
+from polyhead.inspection.roles.subject import Subject
+from polyhead.inspection.roles.word_attention import word_attention
+from polyhead.inspection.view_properties import allowed_keys_mask
+from polyhead.models import Tokens
+
+# (layer, head) of every head that is measured
+HeadList = list[tuple[int, int]]
+# the ids of special tokens before a text and after it
+SpecialIdsAround = tuple[tuple[int, ...], tuple[int, ...]]
+# Tokens that are read in one batch, and numbers in one block of weights.
+_BATCH_TOKENS, _MAX_BLOCK_WEIGHTS = 512, 1 << 22
+
+
+class CorpusReading:
+    """One corpus, read batch by batch. Only counts are kept."""
+
+    def __init__(self, subject: Subject, corpus: Sequence[Sentence], roles: Sequence[Role], what: str) -> None:
+        self.subject, self.roles, self.what = subject, roles, what
+        self.heads: HeadList = []
+        self.places: dict[str, ScoreSums] = {}
+        self.pairs: PairCounts | None = None
+        self.notes: list[str] = []
+        tokenized = [(sentence, subject.of_words(sentence.words)) for sentence in corpus]
+        limit = subject.positions
+        short = [entry for entry in tokenized if limit is None or len(entry[1].pieces) <= limit]
+        if len(short) < len(tokenized):
+            left_out = len(tokenized) - len(short)
+            self.notes.append(
+                f"{what}: {left_out} texts were left out; they are longer than the model's {limit} tokens."
+            )
+        readable = [entry for entry in short if not all(entry[1].special)]
+        self.on = f"{len(readable)} {'texts of GAP' if what == 'GAP' else 'sentences'}"
+        self.batches = _batch_by_length(readable)
+
+    @property
+    def special_ids_around(self) -> SpecialIdsAround:
+        """The special tokens before a text and after it."""
+        _, tokens = self.batches[0][0]
+        words = [place for place, special in enumerate(tokens.special) if not special]
+        return tuple(tokens.ids[: words[0]].tolist()), tuple(tokens.ids[words[-1] + 1 :].tolist())
+
+    def vocabulary(self) -> Int[Tensor, " ids"]:
+        """The ids of all words that were read: no special or unused ones."""
+        ids = (tokens.ids[[not special for special in tokens.special]] for batch in self.batches for _, tokens in batch)
+        return torch.cat(list(ids)).unique()
+
+    def read(self, batch: Sequence[tuple[Sentence, Tokens]]) -> None:
+        """Let the model read sentences of one length, and count."""
+        texts = [tokens for _, tokens in batch]
+        length = len(texts[0].pieces)
+        seen = self.subject.read(torch.stack([tokens.ids for tokens in texts]))
+        if self.pairs is None or not self.heads:
+            self.heads = list_self_attention_heads(seen, length)
+            relations = [role.relation for role in self.roles if role.relation is not None]
+            self.pairs = PairCounts(len(self.heads), relations)
+        cases = [self.pairs.prepare(sentence, _words_with_tokens(tokens)) for sentence, tokens in batch]
+        special = torch.tensor(texts[0].special)
+        for block in iterate_weight_blocks(seen, length):
+            if self.what == "sentences":
+                query = (~special).nonzero()[:, 0]
+                counts = score_positional_roles(block.weights[..., query, :], query, block.allowed[query], special)
+                _add_score_sums(self.places, counts, block.heads, len(self.heads))
+            for row, (text, (pairs, choices)) in enumerate(zip(texts, cases, strict=True)):
+                if pairs or choices:
+                    self.pairs.add(word_attention(block.weights[row], text), pairs, choices, block.heads)
+
+    def cards(self, family: int) -> list[Card]:
+        """A card for every head, relation and direction that has a case."""
+        if self.pairs is None:
+            return []
+        cards = []
+        by_relation = {role.relation: role for role in self.roles}
+        for column, (relation, direction) in enumerate(self.pairs.columns):
+            number = self.pairs.cases[column]
+            if not number:
+                continue
+            share, against = self.pairs.best_guess(column)
+            hits, others = self.pairs.hits[:, column], self.pairs.others[:, column] / number
+            ones = torch.full_like(hits, float(number))
+            role = by_relation[relation]
+            found = make_cards(self.heads, {role.name: ScoreSums(hits, ones, ones * share, number)}, family, self.on)
+            for card, other in zip(found, others.tolist(), strict=True):
+                cards.append(card._replace(direction=role.direction(direction), against=against, others=other))
+        return cards
+
+
+def _batch_by_length(corpus: Sequence[tuple[Sentence, Tokens]]) -> list[list[tuple[Sentence, Tokens]]]:
+    """Sentences of one length with special tokens at the same places, in batches."""
+    groups: dict[tuple[int, tuple[bool, ...]], list[tuple[Sentence, Tokens]]] = {}
+    for sentence, tokens in corpus:
+        groups.setdefault((len(tokens.pieces), tokens.special), []).append((sentence, tokens))
+    return [
+        group[begin : begin + size]
+        for (length, _), group in sorted(groups.items(), key=lambda item: item[0])
+        for size in (max(1, _BATCH_TOKENS // length),)
+        for begin in range(0, len(group), size)
+    ]
+
+
+def _words_with_tokens(tokens: Tokens) -> Bool[Tensor, " words"]:
+    numbers = torch.tensor([word for word in tokens.word_of if word is not None])
+    return torch.isin(torch.arange(len(tokens.words)), numbers)
+
+
+def _add_score_sums(sums: dict[str, ScoreSums], counts: Mapping[str, ScoreSums], heads: slice, all_heads: int) -> None:
+    """Add the counts of some of the heads."""
+    for name, count in counts.items():
+        if name not in sums:
+            total, weight, base = torch.zeros(3, all_heads, dtype=torch.float64)
+            sums[name] = ScoreSums(total, weight, base, 0)
+        total, weight, base, cases = sums[name]
+        total[heads] += count.total.cpu()
+        weight[heads] += count.weight.cpu()
+        base[heads] += count.base.cpu()
+        # the heads of all blocks have the same cases
+        sums[name] = ScoreSums(total, weight, base, cases + (count.cases if heads.start == 0 else 0))
+
+
+def list_self_attention_heads(seen: Capture, tokens: int) -> HeadList:
+    """The layers and heads in which a text attends to itself."""
+    return [
+        (layer, head)
+        for layer, heads in enumerate(seen.values())
+        if tuple(heads.shape[-2:]) == (tokens, tokens)
+        for head in range(heads.shape[-3])
+    ]
+
+
+class WeightBlock(NamedTuple):
+    """The weights of consecutive heads: their places in the list of heads, and the keys they may attend to."""
+
+    heads: slice
+    weights: Float[Tensor, "batch heads tokens tokens"]
+    allowed: Bool[Tensor, "tokens tokens"]
+
+
+def iterate_weight_blocks(seen: Capture, tokens: int) -> Iterator[WeightBlock]:
+    """The weights of all heads, of as many layers at a time as fit a block."""
+    groups: list[tuple[Tensor, list[Heads]]] = []
+    for heads in seen.values():
+        if tuple(heads.shape[-2:]) == (tokens, tokens):
+            mask = allowed_keys_mask(heads, torch.arange(tokens, device=heads.device))
+            together = groups[-1][1] if groups and torch.equal(mask, groups[-1][0]) else []
+            if together and sum(h.shape.numel() for h in (*together, heads)) <= _MAX_BLOCK_WEIGHTS:
+                together.append(heads)
+            else:
+                groups.append((mask, [heads]))
+    begin = 0
+    for mask, group in groups:
+        weights = torch.cat([h.weights.reshape(-1, *h.shape[-3:]).float().cpu() for h in group], -3)
+        yield WeightBlock(slice(begin, begin + weights.shape[-3]), weights, mask)
+        begin += weights.shape[-3]
