@@ -5,7 +5,7 @@ function drawAbout() {
   if (state.cell && currentLayer().display === "matrix") { drawExplanation(box); return; }
   const layer = currentLayer(), head = state.head, cards = cardsOf(layer, head);
   const parts = [el("div", { class: "head" }, el("h2", {}, el("span", { class: "name" }, headName()), ` head ${layer.heads[head]} of layer ${layer.number}`))];
-  parts.push(el("p", { class: "hint where" }, [layer.name, layer.over === "Dense()" || layer.kind === "graph" ? null : layer.over, layer.score === "Dot" ? null : `${layer.score} score`].filter(Boolean).join(" · ")));
+  parts.push(el("p", { class: "hint where" }, [layer.name, layer.kind === "graph" ? null : layer.attention, layer.over === "Dense()" || layer.kind === "graph" ? null : layer.over, layer.score === "Dot" ? null : `${layer.score} score`].filter(Boolean).join(" · ")));
   if (cards.length) parts.push(...cards.map(drawCard));
   else if (record.cards.length || !layer.image) parts.push(el("p", { class: "norole" }, el("b", {}, "No role: "), record.cards.length ? "nothing stands out in this head." : "roles were not measured."));
   if (layer.kind === "graph") parts.push(...buildEdgeLists(layer, head));
