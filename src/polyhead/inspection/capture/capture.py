@@ -108,7 +108,7 @@ class Capture(Mapping[str, Any]):
         self._open = True
 
     def __getitem__(self, name: str | int) -> Any:
-        return self._heads[self._resolve_name(self._name_of_call(name) if is_integer(name) else name)]
+        return self._heads[self._resolve_name(name if isinstance(name, str) else self._name_of_call(name))]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._heads)
@@ -129,6 +129,8 @@ class Capture(Mapping[str, Any]):
 
     def _name_of_call(self, number: int) -> str:
         """The name of a call of the latest forward by its number, from 0."""
+        if not is_integer(number):
+            raise KeyError(f"name must be the name of a module or the number of a call, got {describe_type(number)}")
         if not self._order:
             raise KeyError(NO_ATTENTION_SEEN)
         if not -len(self._order) <= number < len(self._order):
