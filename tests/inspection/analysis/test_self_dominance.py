@@ -49,7 +49,7 @@ def drawn(items, features, seed, *lead):
 
 
 def whole(weights):
-    """Margins and own weights from a whole matrix of weights, without sinks: log p differs from the scores by one number a row."""
+    """Margins and own weights from a whole matrix of weights, without sinks: log p differs from the scores by one constant per row."""
     own = torch.eye(weights.shape[-1], dtype=torch.bool)
     weight = weights.diagonal(dim1=-2, dim2=-1)
     return weight.log() - weights.masked_fill(own, 0).amax(-1).log(), weight
