@@ -10,7 +10,7 @@ import torch
 
 from polyhead.cli import inspect
 from polyhead.cli.main import main
-from polyhead.inspection.roles import corpus, find
+from polyhead.inspection.roles import corpus, find_roles
 from polyhead.models import checkpoint_files
 from polyhead.models.pretrained import DEFAULT_PACKAGE
 
@@ -38,7 +38,7 @@ def few_sentences(monkeypatch):
     """Measure roles on eight sentences only, to save time."""
 
     def find_on_few(subject, *, sentences=None, **options):
-        return find.find(subject, sentences=(sentences or corpus.shipped())[:8], **options)
+        return find_roles.find(subject, sentences=(sentences or corpus.shipped())[:8], **options)
 
     monkeypatch.setattr(inspect, "find", find_on_few)
 

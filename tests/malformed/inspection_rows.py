@@ -28,9 +28,9 @@ from polyhead.inspection.analysis.ablation import (
     ranked,
 )
 from polyhead.inspection.roles.corpus import gap, known, own_pairs, some, treebank
-from polyhead.inspection.roles.find import find, induction
-from polyhead.inspection.roles.roles import Card
-from polyhead.inspection.roles.subject import Subject
+from polyhead.inspection.roles.find_roles import find, induction
+from polyhead.inspection.roles.role_cards import Card
+from polyhead.inspection.roles.text_model import Subject
 from polyhead.models import Tokens
 
 X = torch.randn(2, 6, 12)

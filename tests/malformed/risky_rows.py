@@ -24,7 +24,7 @@ from polyhead import (
     attend,
 )
 from polyhead.inspection.roles.corpus import treebank
-from polyhead.inspection.roles.find import induction
+from polyhead.inspection.roles.find_roles import induction
 from polyhead.models import Bert, Llama
 from polyhead.models.bert import Config as BertConfig
 from polyhead.models.llama import Config as LlamaConfig

@@ -19,10 +19,10 @@ from polyhead.inspection.measured_heads import MeasuredHeads
 from polyhead.inspection.model_loading import load_text_model
 from polyhead.inspection.report.report import report
 from polyhead.inspection.roles import corpus, headline
-from polyhead.inspection.roles.find import find
-from polyhead.inspection.roles.roles import NO_ROLE, ROLES, Card, Found
-from polyhead.inspection.roles.subject import Subject
+from polyhead.inspection.roles.find_roles import find
+from polyhead.inspection.roles.role_cards import NO_ROLE, ROLES, Card, Found
 from polyhead.inspection.roles.text_evidence import add_text_evidence
+from polyhead.inspection.roles.text_model import Subject
 from polyhead.models import Tokens
 
 if TYPE_CHECKING:

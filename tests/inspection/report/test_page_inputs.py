@@ -12,7 +12,7 @@ from report_examples import TEXT, layer
 
 from polyhead import Causal, Graph
 from polyhead.inspection.report.report import report
-from polyhead.inspection.roles.roles import Card
+from polyhead.inspection.roles.role_cards import Card
 from polyhead.models import Tokens
 
 # Hovering takes less than 50 ms on an idle machine; tests may share theirs.

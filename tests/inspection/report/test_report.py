@@ -15,7 +15,7 @@ from polyhead import ALiBi, Causal, Graph, MultiHeadAttention, Padding, Window
 from polyhead.inspection import measured_heads
 from polyhead.inspection.report import page_data
 from polyhead.inspection.report.report import report
-from polyhead.inspection.roles.roles import Card
+from polyhead.inspection.roles.role_cards import Card
 from polyhead.models import Tokens
 
 

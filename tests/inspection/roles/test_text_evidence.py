@@ -12,7 +12,7 @@ from polyhead import Causal, Dot, MultiHeadAttention, Padding
 from polyhead.heads import Heads, Origin
 from polyhead.inspection.capture.capture import capture
 from polyhead.inspection.roles.corpus import Sentence
-from polyhead.inspection.roles.roles import Found
+from polyhead.inspection.roles.role_cards import Found
 from polyhead.inspection.roles.text_evidence import add_text_evidence, positional
 from polyhead.kernels.call import Call
 from polyhead.models import Tokens

@@ -30,7 +30,7 @@ from polyhead.inspection.report.page_data import (
     make_page_layer,
     score_head_interest,
 )
-from polyhead.inspection.roles.roles import Card
+from polyhead.inspection.roles.role_cards import Card
 from polyhead.models import Tokens
 
 Texts = Tokens | Sequence[str] | tuple[Tokens | Sequence[str], Tokens | Sequence[str]]

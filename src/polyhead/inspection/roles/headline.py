@@ -9,7 +9,7 @@ import torch
 
 from polyhead.heads import Heads
 from polyhead.inspection.measured_heads import MeasuredHeads
-from polyhead.inspection.roles.roles import Card, Found
+from polyhead.inspection.roles.role_cards import Card, Found
 from polyhead.inspection.roles.word_attention import word_attention
 from polyhead.models import Tokens
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from role_examples import make_card
 
-from polyhead.inspection.roles.roles import ROLES, Found, wilson_interval
+from polyhead.inspection.roles.role_cards import ROLES, Found, wilson_interval
 
 
 def test_the_table_of_roles():
