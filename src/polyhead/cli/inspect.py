@@ -20,7 +20,8 @@ from polyhead.inspection.model_loading import load_text_model
 from polyhead.inspection.report.report import report
 from polyhead.inspection.roles import corpus, headline
 from polyhead.inspection.roles.find_roles import find
-from polyhead.inspection.roles.role_cards import NO_ROLE, ROLES, Card, Found
+from polyhead.inspection.roles.role_cards import Card, Found
+from polyhead.inspection.roles.role_table import NO_ROLE, ROLES
 from polyhead.inspection.roles.text_evidence import add_text_evidence
 from polyhead.inspection.roles.text_model import Subject
 from polyhead.models import Tokens

@@ -10,7 +10,7 @@ from polyhead.inspection.report.html_page import Page
 from polyhead.inspection.report.report import report
 from polyhead.inspection.roles import corpus
 from polyhead.inspection.roles.find_roles import find, induction
-from polyhead.inspection.roles.role_cards import ROLES
+from polyhead.inspection.roles.role_table import ROLES
 from polyhead.inspection.roles.text_evidence import add_text_evidence, positional
 from polyhead.inspection.roles.text_model import Subject
 

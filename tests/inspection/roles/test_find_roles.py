@@ -15,7 +15,7 @@ from polyhead.inspection.capture.capture import capture
 from polyhead.inspection.roles import corpus
 from polyhead.inspection.roles.corpus import Choice, Sentence
 from polyhead.inspection.roles.find_roles import find, induction
-from polyhead.inspection.roles.role_cards import ROLES
+from polyhead.inspection.roles.role_table import ROLES
 from polyhead.inspection.roles.text_evidence import add_text_evidence, positional
 from polyhead.inspection.roles.text_model import Subject
 from polyhead.models.bert import Bert, Config

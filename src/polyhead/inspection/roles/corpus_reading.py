@@ -12,8 +12,9 @@ from torch import Tensor
 from polyhead.heads import Heads
 from polyhead.inspection.capture.capture import Capture
 from polyhead.inspection.roles.corpus import Sentence
-from polyhead.inspection.roles.role_cards import Card, Role, make_cards
+from polyhead.inspection.roles.role_cards import Card, make_cards
 from polyhead.inspection.roles.role_scores import PairCounts, ScoreSums, score_positional_roles
+from polyhead.inspection.roles.role_table import Role
 from polyhead.inspection.roles.text_model import Subject
 from polyhead.inspection.roles.word_attention import word_attention
 from polyhead.inspection.view_properties import allowed_keys_mask

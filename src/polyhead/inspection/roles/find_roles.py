@@ -19,8 +19,9 @@ from polyhead.inspection.roles.corpus_reading import (
     iterate_weight_blocks,
     list_self_attention_heads,
 )
-from polyhead.inspection.roles.role_cards import ROLES, Found, Role, make_cards, make_own_pair_role
+from polyhead.inspection.roles.role_cards import Found, make_cards
 from polyhead.inspection.roles.role_scores import ScoreSums
+from polyhead.inspection.roles.role_table import ROLES, Role, make_own_pair_role
 from polyhead.inspection.roles.text_model import RunModel, Subject, evaluation_mode, record_heads
 
 # Limits of `induction`: ids to draw from; tokens per text, and texts.

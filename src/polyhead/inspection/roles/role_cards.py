@@ -1,93 +1,14 @@
-"""The table of roles, each with a probe, a threshold and a baseline, and the cards of heads that were measured."""
+"""Cards: the score of a head in a role, with its baseline and confidence interval; and the roles that stand out."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import NormalDist
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
-from polyhead.inspection.roles.role_scores import Relation, ScoreSums
-
-Probe = Literal["place", "spread", "one word", "induction", "pairs"]
-NO_ROLE = "no role"
-UNIFORM_BASELINE = "uniform attention over all tokens"
-OFFSET_BASELINE = "the best fixed offset"
-
-
-class Role(NamedTuple):
-    """Something that a head may do, and how it is measured.
-
-    Attributes:
-        name: the name of the role.
-        meaning: one sentence about a head that has it.
-        probe: what is measured: weight on a *place*; how far weight on words is *spread*; whether all words attend to *one word*;
-            *induction*; or whether *pairs* of annotated sentences are found.
-        threshold: the score must be above it.
-        baseline: what the score is compared with.
-        relation: for pairs, the relation between the words.
-        ends: for pairs, the names of the two words.
-    """
-
-    name: str
-    meaning: str
-    probe: Probe
-    threshold: float
-    baseline: str
-    relation: Relation | None = None
-    ends: tuple[str, str] = ("", "")
-
-    def direction(self, number: int) -> str:
-        """Which of the two words attends to which."""
-        return " → ".join(reversed(self.ends) if number else self.ends) if all(self.ends) else ""
-
-
-def _make_pair_role(name: str, meaning: str, relation: str, *ends: str) -> Role:
-    first, second = ends
-    return Role(name, meaning, "pairs", 0.5, OFFSET_BASELINE, Relation(relation), (first, second))
-
-
-ROLES: tuple[Role, ...] = (
-    # thresholds of Clark 2019: more than half on one offset, more than 0.6 on special tokens
-    Role("previous token", "Each token attends to the one before it.", "place", 0.5, UNIFORM_BASELINE),
-    Role("next token", "Each token attends to the one after it.", "place", 0.5, UNIFORM_BASELINE),
-    Role("self", "Each token attends to itself.", "place", 0.5, UNIFORM_BASELINE),
-    # the usual threshold of an attention sink
-    Role("first token", "Tokens attend to the first token (an attention sink), often as a no-op.", "place", 0.3, UNIFORM_BASELINE),
-    Role("delimiter", "Tokens attend to special tokens such as [SEP], often as a no-op.", "place", 0.6, UNIFORM_BASELINE),
-    Role("one word for all", "In this text nearly all words attend most to the same word.", "one word", 0.8, "chance"),
-    Role("broad", "Attention on words is almost uniform.", "spread", 0.9, "the mean of all heads"),
-    Role("local", "Attention on words stays close to the query.", "spread", 0.75, UNIFORM_BASELINE),
-    Role("long range", "Attention on words reaches far from the query.", "spread", 0.6, UNIFORM_BASELINE),
-    Role("induction", "A token attends to the token after its previous occurrence.", "induction", 0.4, "the same positions without a repetition"),
-    # more often right than wrong
-    _make_pair_role("subject-verb", "A subject attends to its verb, or the verb to the subject.", "nsubj", "subject", "verb"),
-    _make_pair_role("determiner-noun", "A determiner attends to its noun, or the noun to the determiner.", "det", "determiner", "noun"),
-    _make_pair_role("object-verb", "An object attends to its verb, or the verb to the object.", "obj", "object", "verb"),
-    _make_pair_role("adjective-noun", "An adjective attends to its noun, or the noun to the adjective.", "amod", "adjective", "noun"),
-    _make_pair_role("preposition", "A preposition attends to its noun, or the noun to the preposition.", "case", "preposition", "noun"),
-    _make_pair_role("auxiliary", "An auxiliary attends to its verb, or the verb to the auxiliary.", "aux", "auxiliary", "verb"),
-    _make_pair_role("relative clause", "The verb of a relative clause attends to the noun that it modifies, or the noun to the verb.", "acl:relcl", "clause", "noun"),
-    Role(
-        "coreference", "Of all nouns, a pronoun attends most to the one it refers to.", "pairs", 0.5,
-        "the best of a fixed offset, the nearest noun and the first noun", Relation("coref", "nouns"), ("pronoun", "noun"),
-    ),
-    Role(
-        "coreference of names", "Of two names, a pronoun attends more to the one it refers to (GAP).", "pairs", 0.5,
-        "the best of chance, the nearer and the first name", Relation("gap", "two names"), ("pronoun", "name"),
-    ),
-    Role(
-        "same meaning", "Of all content words, a word attends most to one of the same meaning.", "pairs", 0.5,
-        "the best of a fixed offset and the nearest word of its part of speech", Relation("same", "content words"),
-        ("word", "other word"),
-    ),
-)  # fmt: skip
-_ROLE_BY_NAME = {role.name: role for role in ROLES}
-
-
-def make_own_pair_role(relation: str) -> Role:
-    """The role of a user's own pairs."""
-    return Role(relation, f"Of your own pairs ({relation}), one word attends to the other.", "pairs", 0.5, OFFSET_BASELINE, Relation(relation), ("first", "second"))  # fmt: skip
+from polyhead.inspection.roles.role_scores import ScoreSums
+from polyhead.inspection.roles.role_table import OFFSET_BASELINE, ROLE_BY_NAME
 
 
 class Card(NamedTuple):
@@ -123,7 +44,7 @@ class Card(NamedTuple):
     @property
     def stands_out(self) -> bool:
         """Whether the score is above the threshold, and the interval above the baseline and `others`."""
-        role = _ROLE_BY_NAME.get(self.role)
+        role = ROLE_BY_NAME.get(self.role)
         threshold = 0.5 if role is None else role.threshold
         return self.score > threshold and self.low > max(self.baseline, self.others or 0.0)
 
@@ -165,7 +86,7 @@ def make_cards(heads: Sequence[tuple[int, int]], counts: Mapping[str, ScoreSums]
         scores = (total / weight.clamp(min=1e-9)).clamp(0, 1)
         # uniform attention cannot be exceeded, so a head is broad relative to the others
         bases = scores.mean().expand_as(scores) if role == "broad" else base / weight.clamp(min=1e-9)
-        against = _ROLE_BY_NAME[role].baseline if role in _ROLE_BY_NAME else OFFSET_BASELINE
+        against = ROLE_BY_NAME[role].baseline if role in ROLE_BY_NAME else OFFSET_BASELINE
         for (layer, head), score, baseline in zip(heads, scores.tolist(), bases.tolist(), strict=True):
             ends = wilson_interval(score, cases, family)
             cards.append(Card(layer, head, role, score, baseline, cases, *ends, against=against, on=on))
@@ -226,7 +147,7 @@ _ROLE_PRIORITY: dict[str, int] = {
 
 def _sort_cards(cards: list[Card]) -> list[Card]:
     """A head's cards, the most informative first; without those of spread if there is one of a position, which is more precise."""
-    probes = {card.role: _ROLE_BY_NAME[card.role].probe for card in cards if card.role in _ROLE_BY_NAME}
+    probes = {card.role: ROLE_BY_NAME[card.role].probe for card in cards if card.role in ROLE_BY_NAME}
     if "place" in probes.values():
         cards = [card for card in cards if probes.get(card.role) != "spread"]
     return sorted(cards, key=lambda card: (_ROLE_PRIORITY.get(card.role, 1), -card.margin))

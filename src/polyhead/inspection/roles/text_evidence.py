@@ -13,13 +13,14 @@ from polyhead._checks import WrongType, check_integer, describe_type
 from polyhead.heads import Heads
 from polyhead.inspection.measured_heads import MeasuredHeads, MeasuredLayer
 from polyhead.inspection.roles.corpus import Sentence
-from polyhead.inspection.roles.role_cards import ROLES, Card, Found, make_cards
+from polyhead.inspection.roles.role_cards import Card, Found, make_cards
 from polyhead.inspection.roles.role_scores import (
     ScoreSums,
     score_positional_roles,
     target_position_per_role,
     unique_max,
 )
+from polyhead.inspection.roles.role_table import ROLES
 from polyhead.inspection.roles.word_attention import word_attention
 from polyhead.inspection.view_properties import allowed_keys_mask, count_batch_rows, is_on_graph
 from polyhead.models import Tokens
