@@ -221,7 +221,7 @@ def test_attention_of_a_patch(opened, patches):
 def test_special_tokens_keyboard_and_exports(opened, patches):
     page = opened(report(patches, image=PHOTO, grid=GRID, star=(0, 3)))
     assert page.get_attribute("#search", "placeholder") == "Find a head, such as L1H0"
-    assert "like uniform attention over" in page.inner_text("#about") and "tokens\n" in page.inner_text("#about")
+    assert "like uniform attention over" in page.inner_text("#head-panel") and "tokens\n" in page.inner_text("#head-panel")
     assert page.inner_text("#map-hint") == "The framed patch attends to patches in colour."
     assert "the framed patch’s attention" in page.inner_text("#scale")
     page.click('[data-token="1"]')
@@ -265,7 +265,7 @@ def test_pooling_query_over_all_patches(opened, patches):
     page.mouse.move(*patch_position(page, 1, 1))
     assert darkest_patch(page) == [best // 7, best % 7]
     # no query is a patch: there are no means over patches, and no patch is framed
-    about = page.inner_text("#about")
+    about = page.inner_text("#head-panel")
     assert "entropy" not in about and "mean attention distance" not in about and "strongest offset" not in about
     assert page.inner_text("#map-hint") == "The selected token attends to patches in colour."
     assert "the selected token" in page.inner_text("#scale")
@@ -306,8 +306,8 @@ def test_layers_with_different_grids_and_without(opened):
     assert "3 × 4 queries, 6 × 8 points" in page.inner_text("#stage")
     # the table would be empty, so there is none
     assert page.locator(
-        "#about table"
-    ).count() == 0 and "of the queries have the same strongest offset" in page.inner_text("#about")
+        "#head-panel table"
+    ).count() == 0 and "of the queries have the same strongest offset" in page.inner_text("#head-panel")
     assert page.inner_text("#map-hint") == "The framed query attends to points in colour."
     assert page.locator('[data-key="direction"]').count() == 0
     select_head(page, "L2H0")
@@ -353,7 +353,7 @@ def test_blocks_are_named_blocks(opened, monkeypatch):
         and "the sum over the patches of the key block" in caption
     )
     assert "3 × 4 blocks of 2 × 2 patches" in page.inner_text("#stage")
-    assert "Around a block: mean weight; a cell is a block of 2 × 2 patches" in page.inner_text("#about")
+    assert "Around a block: mean weight; a cell is a block of 2 × 2 patches" in page.inner_text("#head-panel")
     box = page.locator(".taps").bounding_box()
     middle = box["x"] + box["width"] / 2, box["y"] + box["height"] / 2
     page.mouse.move(*middle)

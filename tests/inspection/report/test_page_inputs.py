@@ -169,7 +169,7 @@ def test_hostile_and_non_latin_tokens(opened):
     hostile = "</script><script>alert(1)</script>"
     page = opened(report(heads, texts=Tokens.of_pieces(words), title=hostile, finding=hostile, notes=[hostile], cards=[Card(0, 1, hostile, 0.5, 0.1, 3, 0.4, 0.6, None, (hostile, "<b>", 0.1))], roles={hostile: hostile}, star=(0, 1)))  # fmt: skip
     assert inner_texts(page, "#stage .word bdi")[:9] == list(words[:9])
-    assert page.inner_text("#finding") == hostile and page.inner_text("#about .card h3") == hostile
+    assert page.inner_text("#finding") == hostile and page.inner_text("#head-panel .card h3") == hostile
     assert page.locator("img").count() == 0
     assert page.locator("#stage .word bdi").evaluate_all("all => all.map(b => b.dir)") == ["auto"] * len(words)
     assert page.locator("#stage .word bdi").nth(3).evaluate("b => getComputedStyle(b).direction") == "rtl"
