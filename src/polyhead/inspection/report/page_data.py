@@ -24,7 +24,7 @@ from polyhead.inspection.measured_heads import (
 )
 from polyhead.inspection.report import image_layout
 from polyhead.inspection.report.image_layout import ImageLayout
-from polyhead.inspection.view_properties import count_batch_rows, is_on_graph
+from polyhead.inspection.view_properties import count_batch_entries, is_on_graph
 from polyhead.kernels.reference import masked_scores
 from polyhead.models import Tokens
 from polyhead.score import Dot
@@ -101,7 +101,7 @@ class PageLayer(NamedTuple):
         assert isinstance(call.score, Dot)
         return call.score.factor(call.q.shape[-1])
 
-    def queries_and_keys(self) -> tuple[Float[Tensor, "heads queries dim"], Float[Tensor, "heads keys dim"]]:
+    def q_and_k_of_heads(self) -> tuple[Float[Tensor, "heads queries dim"], Float[Tensor, "heads keys dim"]]:
         """q and k of the heads that are shown."""
         call = self.view.part.call
         q, k = (squeeze_batch(x, 3) for x in (call.q, call.k))
@@ -112,7 +112,7 @@ class PageLayer(NamedTuple):
         """The layer in another layout, with its names; itself if it is not on the image."""
         if layout is None:
             return self
-        rows, columns = layout.texts()
+        rows, columns = layout.token_names()
         return self._replace(image=layout, rows=rows, columns=columns)
 
     def metrics(self) -> LayerMetrics:
@@ -136,7 +136,7 @@ def make_page_layer(
         raise ValueError(
             f"heads[{name!r}] must be a view on weights, got one on contributions; pass the view that it came from, the page shows both"
         )
-    rows = count_batch_rows(heads)
+    rows = count_batch_entries(heads)
     check_integer("batch", batch, 0, rows - 1, hint=f"{name!r} has {rows} rows")
     if 0 in heads.shape or 0 in (len(heads.part.indices("queries")), len(heads.part.indices("keys"))):
         raise ValueError(f"heads[{name!r}] must have heads, queries and keys, got shape {tuple(heads.shape)}")
@@ -169,7 +169,7 @@ def layers_to_json(layers: Sequence[PageLayer], first: Iterable[HeadIndex], blob
     return records
 
 
-def _common_fields(layer: PageLayer, stats: Mapping[str, Any]) -> JsonObject:
+def _common_layer_fields(layer: PageLayer, stats: Mapping[str, Any]) -> JsonObject:
     """The fields that all records have."""
     call = layer.view.part.call
     queries, keys = layer.sizes
@@ -190,7 +190,7 @@ def _text_layer_to_json(layer: PageLayer, blobs: ArrayBlobs) -> JsonObject:
     """
     metrics = layer.metrics()
     special = (False,) * layer.sizes[0] if layer.rows is None else layer.rows.special
-    record = _common_fields(layer, metrics.means(~torch.tensor(special)))
+    record = _common_layer_fields(layer, metrics.mean_over_words(~torch.tensor(special)))
     arrays = record["arrays"]
     arrays["contribution_norms"] = blobs.add(layer.contribution_norms(), "f4")
     if layer.has_all_weights:
@@ -231,7 +231,7 @@ def _add_qk_or_top_keys(
         if layer not in texts:
             continue
         metrics, place = layer.metrics(), layer.heads.index(head)
-        kept = _qk_and_lse(layer, place, left)
+        kept = _pack_qk_and_lse(layer, place, left)
         if kept is None and not layer.has_all_weights:
             top, keys = (x[place, :, : max(1, most)] for x in (metrics.top, metrics.keys))
             pairs -= 6 * top.numel()
@@ -253,7 +253,7 @@ def _count_bytes(kept: TypedArrays) -> int:
     return sum(array.nbytes for array, _ in kept.values())
 
 
-def _qk_and_lse(layer: PageLayer, place: int, left: int) -> TypedArrays | None:
+def _pack_qk_and_lse(layer: PageLayer, place: int, left: int) -> TypedArrays | None:
     """q, k and the log-sum-exp of each row, from which the page computes any weight: exp(scale · q·k − lse).
 
     The lse is chosen to make each row's largest weight exact, so that rounding q and k to 16 bits affects only the others; if the
@@ -261,7 +261,7 @@ def _qk_and_lse(layer: PageLayer, place: int, left: int) -> TypedArrays | None:
     """
     if not (layer.is_plain_dot_product or (layer.has_all_weights and type(layer.view.part.call.score) is Dot)):
         return None
-    q, k = (x[place] for x in layer.queries_and_keys())
+    q, k = (x[place] for x in layer.q_and_k_of_heads())
     if not layer.has_all_weights and 2 * (q.numel() + k.numel()) > left:
         return None
     top, keys = (x[place, :, 0] for x in (layer.metrics().top, layer.metrics().keys))
@@ -299,7 +299,7 @@ def _graph_layer_to_json(layer: PageLayer, blobs: ArrayBlobs) -> JsonObject:
     live = torch.zeros(len(view.part.indices("queries")), dtype=torch.bool)
     live[pairs[1]] = True
     mean = lambda x: to_json_numbers(x.reshape(x.shape[-2:]).float()[:, live].mean(-1))
-    record = _common_fields(
+    record = _common_layer_fields(
         layer, {"entropy": mean(view.entropy()), "weight": {"self": mean(view.mass("self"))}, "share": {}}
     )
     record["edges"] = weights.shape[-1]
@@ -321,7 +321,7 @@ def _graph_layer_to_json(layer: PageLayer, blobs: ArrayBlobs) -> JsonObject:
 def _image_layer_to_json(layer: PageLayer, image: ImageLayout, all_heads: int, blobs: ArrayBlobs) -> JsonObject:
     """The record of a layer over patches."""
     found = image_layout.measure_layer_on_image(layer.measured, image)
-    record = _common_fields(layer, image_layout.image_stats_to_json(found.stats))
+    record = _common_layer_fields(layer, image_layout.image_stats_to_json(found.stats))
     record.update(queries=image.queries, keys=image.keys, image=image.to_json())
     record["arrays"]["contribution_norms"] = blobs.add(
         image_layout.mean_norm_per_block(layer.contribution_norms(), image), "f4"

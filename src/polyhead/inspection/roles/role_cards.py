@@ -30,12 +30,12 @@ class Card(NamedTuple):
     pair: tuple[str, str, float] | None = None
     # for pairs, which word attends to which
     direction: str = ""
-    # the name of the baseline
-    against: str = ""
-    # for pairs, how often the sentence's other words attend to the same word without being related to it
-    others: float | None = None
-    # the data it was measured on
-    on: str = ""
+    # what the baseline is, such as "the previous word"
+    baseline_name: str = ""
+    # for pairs, how often words that are not related to the same word attend most to it
+    unrelated_score: float | None = None
+    # the data, such as "347 sentences"
+    measured_on: str = ""
 
     @property
     def name(self) -> str:
@@ -43,15 +43,15 @@ class Card(NamedTuple):
 
     @property
     def stands_out(self) -> bool:
-        """Whether the score is above the threshold, and the interval above the baseline and `others`."""
+        """Whether the score is above the threshold, and the interval above the baseline and `unrelated_score`."""
         role = ROLE_BY_NAME.get(self.role)
         threshold = 0.5 if role is None else role.threshold
-        return self.score > threshold and self.low > max(self.baseline, self.others or 0.0)
+        return self.score > threshold and self.low > max(self.baseline, self.unrelated_score or 0.0)
 
     @property
     def margin(self) -> float:
-        """(score - expected) / (1 - expected), where expected is the larger of the baseline and `others`."""
-        expected = min(max(self.baseline, self.others or 0.0), 1 - 1e-9)
+        """(score - expected) / (1 - expected), where expected is the larger of the baseline and `unrelated_score`."""
+        expected = min(max(self.baseline, self.unrelated_score or 0.0), 1 - 1e-9)
         return (self.score - expected) / (1 - expected)
 
 
@@ -70,31 +70,34 @@ def wilson_interval(score: float, cases: int, family: int) -> tuple[float, float
     return max(0.0, (middle - spread) / scale), min(1.0, (middle + spread) / scale)
 
 
-def make_cards(heads: Sequence[tuple[int, int]], counts: Mapping[str, ScoreSums], family: int, on: str) -> list[Card]:
+def make_cards(
+    heads: Sequence[tuple[int, int]], score_sums: Mapping[str, ScoreSums], family: int, measured_on: str
+) -> list[Card]:
     """A card for each head and role.
 
     Args:
-        heads: (layer, head) of each entry of the counts.
-        counts: by the names of roles.
+        heads: (layer, head) of each entry of the sums.
+        score_sums: by the names of roles.
         family: the number of comparisons that are made together.
-        on: the data that the counts come from.
+        measured_on: the data that the sums come from.
     """
     cards = []
-    for role, (total, weight, base, cases) in counts.items():
+    for role, (total, weight, base, cases) in score_sums.items():
         if not cases:
             continue
         scores = (total / weight.clamp(min=1e-9)).clamp(0, 1)
         # uniform attention cannot be exceeded, so a head is broad relative to the others
-        bases = scores.mean().expand_as(scores) if role == "broad" else base / weight.clamp(min=1e-9)
-        against = ROLE_BY_NAME[role].baseline if role in ROLE_BY_NAME else OFFSET_BASELINE
-        for (layer, head), score, baseline in zip(heads, scores.tolist(), bases.tolist(), strict=True):
-            ends = wilson_interval(score, cases, family)
-            cards.append(Card(layer, head, role, score, baseline, cases, *ends, against=against, on=on))
+        baselines = scores.mean().expand_as(scores) if role == "broad" else base / weight.clamp(min=1e-9)
+        baseline_name = ROLE_BY_NAME[role].baseline if role in ROLE_BY_NAME else OFFSET_BASELINE
+        for (layer, head), score, baseline in zip(heads, scores.tolist(), baselines.tolist(), strict=True):
+            interval = wilson_interval(score, cases, family)
+            card = Card(layer, head, role, score, baseline, cases, *interval)
+            cards.append(card._replace(baseline_name=baseline_name, measured_on=measured_on))
     return cards
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundRoles:
     """The roles of a model's heads.
 
     Attributes:
@@ -108,33 +111,34 @@ class Found:
     notes: list[str] = field(default_factory=list)
 
     @classmethod
-    def of_all(cls, measured: Sequence[Card], notes: Iterable[str] = ()) -> Found:
+    def from_cards(cls, measured: Sequence[Card], notes: Iterable[str] = ()) -> FoundRoles:
         """Select the roles that stand out; of a role's two directions, the better one."""
         heads: dict[tuple[int, int], dict[str, Card]] = {}
         for card in measured:
             best = heads.setdefault((card.layer, card.head), {})
             if card.stands_out and (card.role not in best or card.margin > best[card.role].margin):
                 best[card.role] = card
-        cards = [card for best in heads.values() for card in _sort_cards(list(best.values()))]
+        cards = [card for best in heads.values() for card in _sort_and_filter_cards(list(best.values()))]
         return cls(cards, list(measured), list(notes))
 
-    def of_head(self, layer: int, head: int) -> list[Card]:
+    def cards_of_head(self, layer: int, head: int) -> list[Card]:
         """The roles of one head, the most informative first; empty if nothing stands out."""
         return [card for card in self.cards if (card.layer, card.head) == (layer, head)]
 
-    def of_role(self, role: str, *, measured: bool = False) -> list[Card]:
+    def cards_of_role(self, role: str, *, measured: bool = False) -> list[Card]:
         """The heads that have a role, or with `measured` all heads measured for it, by descending score."""
         cards = self.measured if measured else self.cards
         return sorted((card for card in cards if card.role == role), key=lambda card: -card.score)
 
     @property
-    def without_role(self) -> list[tuple[int, int]]:
+    def heads_without_role(self) -> list[tuple[int, int]]:
         """(layer, head) of the heads without a role."""
         having = {(card.layer, card.head) for card in self.cards}
-        return [place for place in dict.fromkeys((c.layer, c.head) for c in self.measured) if place not in having]
+        return [head for head in dict.fromkeys((c.layer, c.head) for c in self.measured) if head not in having]
 
 
-# The order of a head's roles: a misleading pattern; what it finds (1, by default); sinks; what holds for many heads.
+# The order of a head's roles. 0: one word for all, which misleads; 1 (default): linguistic and positional roles, and
+# induction; 2: attention sinks; 3: spread roles, which many heads have.
 _ROLE_PRIORITY: dict[str, int] = {
     "one word for all": 0,
     "first token": 2,
@@ -145,9 +149,9 @@ _ROLE_PRIORITY: dict[str, int] = {
 }
 
 
-def _sort_cards(cards: list[Card]) -> list[Card]:
-    """A head's cards, the most informative first; without those of spread if there is one of a position, which is more precise."""
+def _sort_and_filter_cards(cards: list[Card]) -> list[Card]:
+    """A head's cards, the most informative first; spread roles (broad, local, long range) are dropped if it has a positional role."""
     probes = {card.role: ROLE_BY_NAME[card.role].probe for card in cards if card.role in ROLE_BY_NAME}
-    if "place" in probes.values():
+    if "position" in probes.values():
         cards = [card for card in cards if probes.get(card.role) != "spread"]
     return sorted(cards, key=lambda card: (_ROLE_PRIORITY.get(card.role, 1), -card.margin))

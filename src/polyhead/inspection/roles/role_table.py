@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple
 
 from polyhead.inspection.roles.role_scores import Relation
 
-Probe = Literal["place", "spread", "one word", "induction", "pairs"]
+Probe = Literal["position", "spread", "one word", "induction", "pairs"]
 NO_ROLE = "no role"
 UNIFORM_BASELINE = "uniform attention over all tokens"
 OFFSET_BASELINE = "the best fixed offset"
@@ -18,7 +18,7 @@ class Role(NamedTuple):
     Attributes:
         name: the name of the role.
         meaning: one sentence about a head that has it.
-        probe: what is measured: weight on a *place*; how far weight on words is *spread*; whether all words attend to *one word*;
+        probe: what is measured: weight on a *position*; how far weight on words is *spread*; whether all words attend to *one word*;
             *induction*; or whether *pairs* of annotated sentences are found.
         threshold: the score must be above it.
         baseline: what the score is compared with.
@@ -34,8 +34,8 @@ class Role(NamedTuple):
     relation: Relation | None = None
     ends: tuple[str, str] = ("", "")
 
-    def direction(self, number: int) -> str:
-        """Which of the two words attends to which."""
+    def describe_direction(self, number: int) -> str:
+        """Which of the two words attends to which, such as "subject → verb"; `number` is 0 or 1."""
         return " → ".join(reversed(self.ends) if number else self.ends) if all(self.ends) else ""
 
 
@@ -46,12 +46,12 @@ def _make_pair_role(name: str, meaning: str, relation: str, *ends: str) -> Role:
 
 ROLES: tuple[Role, ...] = (
     # thresholds of Clark 2019: more than half on one offset, more than 0.6 on special tokens
-    Role("previous token", "Each token attends to the one before it.", "place", 0.5, UNIFORM_BASELINE),
-    Role("next token", "Each token attends to the one after it.", "place", 0.5, UNIFORM_BASELINE),
-    Role("self", "Each token attends to itself.", "place", 0.5, UNIFORM_BASELINE),
+    Role("previous token", "Each token attends to the one before it.", "position", 0.5, UNIFORM_BASELINE),
+    Role("next token", "Each token attends to the one after it.", "position", 0.5, UNIFORM_BASELINE),
+    Role("self", "Each token attends to itself.", "position", 0.5, UNIFORM_BASELINE),
     # the usual threshold of an attention sink
-    Role("first token", "Tokens attend to the first token (an attention sink), often as a no-op.", "place", 0.3, UNIFORM_BASELINE),
-    Role("delimiter", "Tokens attend to special tokens such as [SEP], often as a no-op.", "place", 0.6, UNIFORM_BASELINE),
+    Role("first token", "Tokens attend to the first token (an attention sink), often as a no-op.", "position", 0.3, UNIFORM_BASELINE),
+    Role("delimiter", "Tokens attend to special tokens such as [SEP], often as a no-op.", "position", 0.6, UNIFORM_BASELINE),
     Role("one word for all", "In this text nearly all words attend most to the same word.", "one word", 0.8, "chance"),
     Role("broad", "Attention on words is almost uniform.", "spread", 0.9, "the mean of all heads"),
     Role("local", "Attention on words stays close to the query.", "spread", 0.75, UNIFORM_BASELINE),
@@ -82,6 +82,6 @@ ROLES: tuple[Role, ...] = (
 ROLE_BY_NAME = {role.name: role for role in ROLES}
 
 
-def make_own_pair_role(relation: str) -> Role:
+def make_role_of_own_pair(relation: str) -> Role:
     """The role of a user's own pairs."""
     return Role(relation, f"Of your own pairs ({relation}), one word attends to the other.", "pairs", 0.5, OFFSET_BASELINE, Relation(relation), ("first", "second"))  # fmt: skip

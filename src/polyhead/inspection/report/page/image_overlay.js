@@ -249,11 +249,11 @@ const describeOffset = (down, right, what = "patch") => [down ? `${Math.abs(down
 
 // The mean attention distance of a head, and its most frequent offset.
 function buildImageFacts(layer, head) {
-  const { distance, fixed, offset } = layer.stats, [down, right] = offset[head];
+  const { distance, offset_share, offset } = layer.stats, [down, right] = offset[head];
   // no patch attends to any patch
   if (distance[head] === null) return [];
   return [htmlElement("dt", {}, formatNumber(distance[head], 1)), htmlElement("dd", {}, "mean attention distance, in patches"),
-    htmlElement("dt", {}, formatPercent(fixed[head])), htmlElement("dd", {}, `of the ${isStrided(layer) ? "queries" : "patches"} have the same strongest offset${fixed[head] < 0.2 ? "" : `: ${describeOffset(down, right)}`}`)];
+    htmlElement("dt", {}, formatPercent(offset_share[head])), htmlElement("dd", {}, `of the ${isStrided(layer) ? "queries" : "patches"} have the same strongest offset${offset_share[head] < 0.2 ? "" : `: ${describeOffset(down, right)}`}`)];
 }
 
 // The mean weight by offset from the patch, over all patches: the taps of a head that acts like a convolution.

@@ -1,7 +1,7 @@
 // Observable page state: `watch(keys, run)` calls `run` after `setState` has changed one of the keys.
 
 const state = {
-  layer: layers.findIndex((layer) => layer.number === record.star[0]), head: 0,
+  layer: layers.findIndex((layer) => layer.number === record.initial_head[0]), head: 0,
   measure: "weight", level: "word", hide: false, paint: "weight",
   roles: new Set(), search: "",
   // {row, col}: the items under the pointer in the selected layer, either may be null; a lock replaces them
@@ -12,7 +12,7 @@ const state = {
   node: 0, direction: "in",
   theme: 0,
 };
-state.head = layers[state.layer].heads.indexOf(record.star[1]);
+state.head = layers[state.layer].heads.indexOf(record.initial_head[1]);
 
 const watchers = [];
 const changed = new Set();
