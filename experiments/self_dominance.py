@@ -44,8 +44,8 @@ def of_random_tokens(shape: tuple[int, int], spread: float, sets: int, seed: int
     torch.manual_seed(seed)
     x = torch.randn(sets, items, features) * (spread * torch.randn(sets, items, 1)).exp()
     shares = {
-        "plain": self_dominance(x).share_on_self,
-        "equal norms": self_dominance(F.normalize(x, dim=-1)).share_on_self,
+        "plain": self_dominance(x).share_peaking_on_self,
+        "equal norms": self_dominance(F.normalize(x, dim=-1)).share_peaking_on_self,
     }
     for way in WAYS[2:]:
         # a new layer for each set
@@ -54,7 +54,7 @@ def of_random_tokens(shape: tuple[int, int], spread: float, sets: int, seed: int
             layer = MultiHeadAttention(features, HEADS, bias=False)
             if way == "one map":
                 layer.k_proj.load_state_dict(layer.q_proj.state_dict() if layer.q_proj is not None else {})
-            every.append(self_dominance(tokens, layer).share_on_self)
+            every.append(self_dominance(tokens, layer).share_peaking_on_self)
         shares[way] = torch.stack(every)
     means = {way: float(share.mean()) for way, share in shares.items()}
     return {"items": items, "features": features, "spread": spread, "chance": 1 / items, **means}

@@ -203,7 +203,7 @@ def read_image(path: str | Path) -> Any:
 
 def _check_pixel_count(width: int, height: int) -> None:
     if width * height > _limits.IMAGE_PIXELS:
-        raise ValueError(f"more than {_limits.IMAGE_PIXELS:,} pixels, {width:,} x {height:,}")
+        raise ValueError(f"it has more than {_limits.IMAGE_PIXELS:,} pixels, {width:,} x {height:,}")
 
 
 def _to_rgb(image: Any) -> Any:

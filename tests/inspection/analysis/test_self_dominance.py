@@ -64,7 +64,7 @@ def test_a_token_peaks_on_itself_iff_no_projection_on_it_is_longer(items, featur
     expected = (norm * cosine <= norm[:, None] * (1 + 1e-12)).all(-1)
     found = self_dominance(x)
     assert torch.equal(found.peaks_on_self, expected)
-    assert found.share_on_self == expected.double().mean()
+    assert found.share_peaking_on_self == expected.double().mean()
     # the longest token is one of them, whatever the others are
     assert found.peaks_on_self[norm.argmax()]
     # S_ij − S_ii = ½(|x_j|² − |x_i|² − |x_i − x_j|²)
@@ -90,7 +90,7 @@ def test_unequal_norms_break_it():
     assert found.peaks_on_self.tolist() == [False, True]
     assert found.margin.tolist() == [-1.0, 2.0]
     assert_close(found.weight, torch.tensor([1 / (1 + math.e), 1 / (1 + math.exp(-2))], dtype=torch.float64))
-    assert found.share_on_self == 0.5
+    assert found.share_peaking_on_self == 0.5
 
 
 def test_the_scale_multiplies_margins():
@@ -112,7 +112,7 @@ def test_tokens_that_are_there_twice_tie(name, dtype):
     assert found.margin.eq(0).sum() >= (74 if layer is None and dtype == torch.float64 else 2)
     same = self_dominance(few[:1].expand(23, 15), layer)
     assert same.margin.eq(0).all()
-    assert same.share_on_self.eq(1).all()
+    assert same.share_peaking_on_self.eq(1).all()
 
 
 def test_linear_maps_free_tokens():
@@ -123,8 +123,8 @@ def test_linear_maps_free_tokens():
         layer.q_proj.weight.copy_(20 * torch.cat((torch.eye(8).roll(-1, 1), torch.eye(8))))
         layer.k_proj.weight.copy_(torch.eye(8).repeat(2, 1))
     found, (_, heads) = self_dominance(tokens, layer), layer(tokens)
-    assert self_dominance(tokens).share_on_self == 1
-    assert found.share_on_self.tolist() == [0, 1]
+    assert self_dominance(tokens).share_peaking_on_self == 1
+    assert found.share_peaking_on_self.tolist() == [0, 1]
     assert sorted((heads.weights[0].argmax(-1) - torch.arange(8)).unique().tolist()) in ([-7, 1], [-1, 7])
     assert_close(found.margin[0], torch.full((8,), -20 / math.sqrt(8), dtype=torch.float64))
 
@@ -134,7 +134,7 @@ def test_one_map_for_both_frees_nobody_of_equal_length():
     layer = MultiHeadAttention(8, 1, bias=False, qk_norm=True)
     with torch.no_grad():
         layer.k_proj.weight.copy_(layer.q_proj.weight)
-    assert self_dominance(torch.randn(31, 8), layer).share_on_self.tolist() == [1]
+    assert self_dominance(torch.randn(31, 8), layer).share_peaking_on_self.tolist() == [1]
 
 
 @pytest.mark.parametrize("name", LAYERS)
@@ -149,7 +149,7 @@ def test_heads_are_those_of_the_layer(name):
         _, heads = layer.eval()(x)
     margin, weight = whole(heads.weights)
     assert found.margin.shape == found.weight.shape == (2, layer.num_heads, 13)
-    assert found.share_on_self.shape == (2, layer.num_heads)
+    assert found.share_peaking_on_self.shape == (2, layer.num_heads)
     assert_close(found.margin, margin, atol=1e-10, rtol=1e-9)
     assert_close(found.weight, weight, atol=1e-12, rtol=1e-9)
     assert 0 < found.peaks_on_self.double().mean() < 1

@@ -26,7 +26,7 @@ from polyhead._checks import (
     short_repr,
 )
 from polyhead.inspection.capture.capture import NO_ATTENTION_SEEN, Capture, capture
-from polyhead.inspection.progress import Progress, track
+from polyhead.inspection.progress import Progress, wrap_with_progress
 
 Loss = Callable[[], Tensor]
 Ablation = Literal["zero", "mean"]
@@ -68,7 +68,7 @@ def ablate(model: nn.Module, loss: Loss, by: Ablation = "zero", progress: Progre
         sizes, base = _count_heads_and_compute_loss(model, loss)
         without = {name: torch.full((heads,), math.nan) for name, heads in sizes.items()}
         every = [Head(name, head) for name, heads in sizes.items() for head in range(heads)]
-        for name, head in track(every, progress):
+        for name, head in wrap_with_progress(every, progress):
             without[name][head] = _compute_loss_with_edits(model, loss, {name: partial(remove, [head])}) - base
     return Effect(base, without)
 
@@ -166,7 +166,7 @@ def ablate_cumulatively(
         sizes, base = _count_heads_and_compute_loss(model, loss)
         order = [_check_head(head, sizes) for head in order]
         values = [base]
-        for name, head in track(order, progress):
+        for name, head in wrap_with_progress(order, progress):
             removed.setdefault(name, []).append(head)
             values.append(
                 _compute_loss_with_edits(model, loss, {name: partial(remove, heads) for name, heads in removed.items()})

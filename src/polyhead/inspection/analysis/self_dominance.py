@@ -37,7 +37,7 @@ class SelfDominance(NamedTuple):
         return self.margin >= 0
 
     @property
-    def share_on_self(self) -> Float[Tensor, "..."]:
+    def share_peaking_on_self(self) -> Float[Tensor, "..."]:
         """The fraction of tokens that peak on themselves, over the last axis."""
         return self.peaks_on_self.double().mean(-1)
 

@@ -23,7 +23,7 @@ from polyhead.models import Tokens
 # (layer, head) of every head that is measured
 HeadList = list[tuple[int, int]]
 # the ids of special tokens before a text and after it
-SpecialIdsAround = tuple[tuple[int, ...], tuple[int, ...]]
+SpecialIdsBeforeAndAfter = tuple[tuple[int, ...], tuple[int, ...]]
 # Tokens that are read in one batch, and numbers in one block of weights.
 _BATCH_TOKENS, _MAX_BLOCK_WEIGHTS = 512, 1 << 22
 
@@ -50,7 +50,7 @@ class CorpusReading:
         self.batches = _batch_by_length(readable)
 
     @property
-    def special_ids_around(self) -> SpecialIdsAround:
+    def special_ids_before_and_after(self) -> SpecialIdsBeforeAndAfter:
         """The special tokens before a text and after it."""
         _, tokens = self.batches[0][0]
         words = [position for position, special in enumerate(tokens.special) if not special]

@@ -10,12 +10,12 @@ from torch import Tensor, nn
 
 from polyhead._checks import WrongType, check_integer, check_integers, describe_type, is_integer
 from polyhead.inspection.capture.capture import NO_ATTENTION_SEEN, Capture
-from polyhead.inspection.progress import Progress, track
+from polyhead.inspection.progress import Progress, wrap_with_progress
 from polyhead.inspection.roles.corpus import Sentence, load_shipped_sentences
 from polyhead.inspection.roles.corpus_reading import (
     CorpusReading,
     HeadList,
-    SpecialIdsAround,
+    SpecialIdsBeforeAndAfter,
     iterate_weight_blocks,
     list_self_attention_heads,
 )
@@ -84,18 +84,20 @@ def _make_roles_of_own_pairs(pairs: Sequence[Sentence]) -> list[Role]:
 
 
 def _read_all_batches(reading: CorpusReading, progress: Progress | None) -> CorpusReading:
-    for batch in track(reading.batches, progress):
+    for batch in wrap_with_progress(reading.batches, progress):
         reading.read_batch(batch)
     return reading
 
 
 def _score_induction_on_corpus_words(model: TextModel, reading: CorpusReading) -> ScoreSums | None:
     """The sums of induction scores on the words of a corpus; None if the model reads too few tokens."""
-    room = (model.positions or 2**31) - sum(map(len, reading.special_ids_around))
+    room = (model.positions or 2**31) - sum(map(len, reading.special_ids_before_and_after))
     length = min(_REPEATED_TOKENS, room // 2)
     if length < 2:
         return None
-    return _score_induction(model.record_heads, reading.vocabulary(), reading.special_ids_around, length, 4)[1]
+    return _score_induction(model.record_heads, reading.vocabulary(), reading.special_ids_before_and_after, length, 4)[
+        1
+    ]
 
 
 def _combine_readings(readings: Sequence[CorpusReading], induced: ScoreSums | None, notes: Iterable[str]) -> FoundRoles:
@@ -151,7 +153,7 @@ def find_induction_heads(
 def _score_induction(
     record: Callable[[Tensor], Capture],
     vocabulary: Int[Tensor, " ids"],
-    around: SpecialIdsAround,
+    around: SpecialIdsBeforeAndAfter,
     length: int,
     rows: int,
 ) -> tuple[HeadList, ScoreSums]:

@@ -168,7 +168,7 @@ def _collect_evidence(
             rows = count_batch_entries(view)
             check_integer("batch", batch, 0, rows - 1, hint=f"there are {rows} rows")
             tokens_read = Tokens.of_pieces([str(i) for i in range(tokens)]) if text is None else text
-            found.append(_LayerEvidenceReader(layer, tokens_read, batch, sentence).read(number))
+            found.append(_LayerEvidenceReader(layer, tokens_read, batch, sentence).read_layer(number))
     if text is not None and measured and not found:
         shapes = ", ".join(str(tuple(view.shape)) for view in list(measured.values())[:3])
         raise ValueError(
@@ -189,7 +189,7 @@ class _LayerEvidenceReader:
         self._one_word = _OneWordCounter(len(self._heads), text.words)
 
     @torch.no_grad()
-    def read(self, number: int) -> _LayerEvidence:
+    def read_layer(self, number: int) -> _LayerEvidence:
         """Read all words, or 512 of a long text."""
         for words, at in _iterate_word_blocks(self._text, len(self._heads)):
             self._read_words(words, at)

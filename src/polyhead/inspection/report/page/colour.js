@@ -10,7 +10,7 @@ function oklchToRgb(L, C, degrees) {
     .map((x) => Math.round(255 * Math.min(1, Math.max(0, x <= 0.0031308 ? 12.92 * x : 1.055 * x ** (1 / 2.4) - 0.055))));
 }
 
-const isDark = () => document.documentElement.dataset.theme === "dark";
+const isDarkTheme = () => document.documentElement.dataset.theme === "dark";
 const RAMPS = {
   light: (t) => oklchToRgb(0.985 - 0.685 * t, 0.012 + 0.17 * Math.sin(Math.PI * Math.min(1, 0.1 + 0.72 * t)) * t ** 0.5, 225 + 60 * t),
   dark: (t) => oklchToRgb(0.235 + 0.7 * t, 0.015 + 0.15 * Math.sin(Math.PI * Math.min(1, 0.05 + 0.85 * t)), 285 - 165 * t ** 1.4),
@@ -19,7 +19,7 @@ const colourTables = {};
 
 // 256 colours, indexed by the square root of a weight.
 function colourRamp() {
-  const name = isDark() ? "dark" : "light";
+  const name = isDarkTheme() ? "dark" : "light";
   return (colourTables[name] ??= Array.from({ length: 256 }, (_, i) => RAMPS[name](i / 255)));
 }
 const colourRampIndex = (w) => Math.round(255 * Math.sqrt(Math.min(1, Math.max(0, w || 0))));
@@ -34,10 +34,10 @@ function readableTextColour(w) {
 
 // The colour of a number in [-1, 1]: blue if negative, orange if positive, which is safe for colour-blind readers.
 function signedColour(x) {
-  const name = isDark() ? "signed dark" : "signed light";
+  const name = isDarkTheme() ? "signed dark" : "signed light";
   colourTables[name] ??= Array.from({ length: 257 }, (_, i) => {
     const t = Math.abs(i - 128) / 128, negative = i < 128;
-    return toCssRgb(isDark() ? oklchToRgb(0.26 + 0.52 * t ** 0.7, 0.01 + 0.14 * t ** 0.7, negative ? 245 : 58) : oklchToRgb(0.965 - 0.4 * t ** 0.7, 0.005 + 0.15 * t ** 0.7, negative ? 250 : 50));
+    return toCssRgb(isDarkTheme() ? oklchToRgb(0.26 + 0.52 * t ** 0.7, 0.01 + 0.14 * t ** 0.7, negative ? 245 : 58) : oklchToRgb(0.965 - 0.4 * t ** 0.7, 0.005 + 0.15 * t ** 0.7, negative ? 250 : 50));
   });
   return colourTables[name][Math.round(128 + 128 * Math.max(-1, Math.min(1, x)))];
 }

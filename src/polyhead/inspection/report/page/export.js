@@ -93,7 +93,7 @@ function exportWeightsCsv() {
     return;
   }
   const lines = [["", ...current.cols.slice(c0, c1).map((item) => quoteCsv(item.label))].join()];
-  for (let i = r0; i < r1; i++) lines.push([quoteCsv(current.rows[i].label), ...Array.from(rowWeights(current, i).subarray(c0, c1), roundForCsv)].join());
+  for (let i = r0; i < r1; i++) lines.push([quoteCsv(current.rows[i].label), ...Array.from(weightsOfRow(current, i).subarray(c0, c1), roundForCsv)].join());
   downloadFile(`${selectedHeadName()}-${measureInFileName()}${part}.csv`, `${lines.join("\n")}\n`, "text/csv");
 }
 

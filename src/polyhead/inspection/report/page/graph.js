@@ -134,7 +134,7 @@ function buildNodeChooser(stage) {
       htmlElement("button", { role: "radio", value: "in" }, "attends to"), htmlElement("button", { role: "radio", value: "out" }, "is attended to by")),
     htmlElement("span", { class: "hint" }, `${layer.queries.toLocaleString("en")} nodes, ${layer.edges.toLocaleString("en")} edges`));
   updateButtonGroups();
-  $("caption").replaceChildren(htmlElement("b", {}, selectedHeadName()), ` ${cardsOf(layer, state.head)[0]?.role ?? ""} `, htmlElement("span", { class: "hint" }, "The node in the centre distributes its attention over its neighbours, differently in each head."));
+  $("caption").replaceChildren(htmlElement("b", {}, selectedHeadName()), ` ${cardsOfHead(layer, state.head)[0]?.role ?? ""} `, htmlElement("span", { class: "hint" }, "The node in the centre distributes its attention over its neighbours, differently in each head."));
 }
 
 function findNode(layer, side, nodes, text) {

@@ -3,7 +3,7 @@
 function drawHeadPanel() {
   const box = $("head-panel");
   if (state.cell && selectedLayer().display === "matrix") { drawWeightExplanation(box); return; }
-  const layer = selectedLayer(), head = state.head, cards = cardsOf(layer, head);
+  const layer = selectedLayer(), head = state.head, cards = cardsOfHead(layer, head);
   const parts = [htmlElement("div", { class: "head" }, htmlElement("h2", {}, htmlElement("span", { class: "name" }, selectedHeadName()), ` head ${layer.heads[head]} of layer ${layer.number}`))];
   parts.push(htmlElement("p", { class: "hint where" }, [layer.name, layer.over === "Dense()" || layer.kind === "graph" ? null : layer.over, layer.score === "Dot" ? null : `${layer.score} score`].filter(Boolean).join(" · ")));
   if (cards.length) parts.push(...cards.map(buildRoleCard));
@@ -20,7 +20,7 @@ function buildRoleCard(card) {
     [formatNumber(card.score), `95 % interval ${formatNumber(card.low)}–${formatNumber(card.high)}`],
     [formatNumber(card.baseline), "baseline on the same cases"],
     [card.cases.toLocaleString("en"), card.cases === 1 ? "case" : "cases"],
-    card.effect === null ? null : [formatSigned(card.effect), "effect of removing the head"],
+    card.effect === null ? null : [formatSignedNumber(card.effect), "effect of removing the head"],
   ].filter(Boolean);
   return htmlElement("article", { class: "card", style: `--role:${roleColour(card.role)};--line:${roleLineStyle(card.role)}` },
     htmlElement("h3", {}, card.role),
@@ -33,7 +33,7 @@ function buildRoleCard(card) {
     card.pair ? htmlElement("p", { class: "pair" }, "In this text: ", tokenElement(card.pair[0]), " → ", tokenElement(card.pair[1]), ` ${formatNumber(card.pair[2])}`) : null);
 }
 
-const formatSigned = (x) => (Math.abs(x) < 5e-4 ? "0" : `${x > 0 ? "+" : "−"}${Math.abs(x).toFixed(Math.abs(x) < 0.1 ? 3 : 2)}`);
+const formatSignedNumber = (x) => (Math.abs(x) < 5e-4 ? "0" : `${x > 0 ? "+" : "−"}${Math.abs(x).toFixed(Math.abs(x) < 0.1 ? 3 : 2)}`);
 
 const TARGETS = [
   ["self", "itself", "Weight of a token on itself"],

@@ -201,7 +201,7 @@ function updateCellReadout(current) {
     box.replaceChildren(hasSpecial ? `Special tokens take ${formatPercent(share)} of ${state.measure === "weight" ? "the words’ weight" : "what this head adds to the words"}${state.hide ? "; they are hidden, and the other weights are not rescaled." : "."}` : "");
     return;
   }
-  const w = pairWeight(current, cell.row, cell.col), showIndices = current.rows.length > 24;
+  const w = weightOfPair(current, cell.row, cell.col), showIndices = current.rows.length > 24;
   const describeItem = (item, i) => [tokenElement(item.label), showIndices ? htmlElement("small", {}, ` ${i.toLocaleString("en")}`) : ""];
   box.replaceChildren(...describeItem(current.rows[cell.row], cell.row), " → ", ...describeItem(current.cols[cell.col], cell.col), ": ",
     htmlElement("b", {}, w === null ? `averaged ${formatNumber(averagedWeight(current, cell.row, cell.col), 3)}` : formatWeight(w)));

@@ -12,7 +12,7 @@ async function loadInputImage() {
 
 // The image in grey with low contrast, so that overlays are visible; cached by theme and width.
 function getGreyBackdrop(width) {
-  const theme = isDark() ? "dark" : "light", height = Math.max(1, Math.round((width * record.image.height) / record.image.width));
+  const theme = isDarkTheme() ? "dark" : "light", height = Math.max(1, Math.round((width * record.image.height) / record.image.width));
   const key = `${theme} ${width}`;
   if (photo.backdrops[key]) return photo.backdrops[key];
   const canvas = document.createElement("canvas");
@@ -21,7 +21,7 @@ function getGreyBackdrop(width) {
   ctx.imageSmoothingQuality = "high";
   if (record.image.blank) { ctx.fillStyle = themeColour("--wash"); ctx.fillRect(0, 0, width, height); return (photo.backdrops[key] = canvas); }
   ctx.drawImage(photo.image, 0, 0, width, height);
-  const image = ctx.getImageData(0, 0, width, height), { data } = image, [low, high] = isDark() ? [18, 0.48] : [112, 0.56];
+  const image = ctx.getImageData(0, 0, width, height), { data } = image, [low, high] = isDarkTheme() ? [18, 0.48] : [112, 0.56];
   for (let n = 0; n < data.length; n += 4) data[n] = data[n + 1] = data[n + 2] = low + high * (0.299 * data[n] + 0.587 * data[n + 1] + 0.114 * data[n + 2]);
   ctx.putImageData(image, 0, 0);
   return (photo.backdrops[key] = canvas);
@@ -115,7 +115,7 @@ function drawImageTile(ctx, layer, head, size) {
 }
 
 function strokeFrame(ctx, x, y, width, height, line) {
-  ctx.strokeStyle = isDark() ? "#000" : "#fff"; ctx.lineWidth = line + 2; ctx.strokeRect(x, y, width, height);
+  ctx.strokeStyle = isDarkTheme() ? "#000" : "#fff"; ctx.lineWidth = line + 2; ctx.strokeRect(x, y, width, height);
   ctx.strokeStyle = themeColour("--accent"); ctx.lineWidth = line; ctx.strokeRect(x, y, width, height);
 }
 
@@ -288,7 +288,7 @@ function drawOverlayColourScale() {
   const n = selectedLayer().keys, marks = [0, 0.01, 0.05, 0.1, 0.25, 1].filter((w) => !w || w >= 1 / n), colours = colourRamp();
   const stops = Array.from({ length: 17 }, (_, i) => `rgb(${colours[overlayColourIndex(i / 16)].join(" ")} / ${overlayAlpha(i / 16)}) ${(100 * i) / 16}%`);
   $("scale").replaceChildren(
-    htmlElement("div", { class: "ramp", style: `background:linear-gradient(90deg,${stops.join()}), ${isDark() ? "#4a4a4a" : "#c4c4c4"}`, role: "img", "aria-label": "Colour scale from 0 to 1, logarithmic" }),
+    htmlElement("div", { class: "ramp", style: `background:linear-gradient(90deg,${stops.join()}), ${isDarkTheme() ? "#4a4a4a" : "#c4c4c4"}`, role: "img", "aria-label": "Colour scale from 0 to 1, logarithmic" }),
     htmlElement("div", { class: "marks" }, marks.map((w) => htmlElement("span", { style: `left:${100 * logScale(w, n)}%` }, w === 0 || w === 1 ? `${w}` : String(w).slice(1)))),
     htmlElement("p", { class: "hint" }, state.measure === "weight" ? `Weight: the share of ${describeSelectedQuery(selectedLayer())}’s attention. ` : `Contribution: the share of what the head adds to ${describeSelectedQuery(selectedLayer())}. `, "One logarithmic scale for all heads."));
 }

@@ -56,7 +56,7 @@ function updateButtonGroups() {
 }
 
 function toggleTheme() {
-  document.documentElement.dataset.theme = isDark() ? "light" : "dark";
+  document.documentElement.dataset.theme = isDarkTheme() ? "light" : "dark";
   setState({ theme: state.theme + 1 });
 }
 

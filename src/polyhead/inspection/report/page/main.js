@@ -6,7 +6,7 @@ matchMedia("(prefers-color-scheme: dark)").addEventListener("change", (event) =>
   setState({ theme: state.theme + 1 });
 });
 
-function drawAll() {
+function drawAllViews() {
   for (const draw of [updateButtonGroups, updateMosaicSelection, drawColourScale, buildInputView, drawHeatmap, drawNeighbourhood, drawImageOverlay, drawHeadPanel, drawOutputVectors]) draw();
 }
 
@@ -26,7 +26,7 @@ async function startPage() {
   buildMosaic();
   buildRoleFilters();
   buildExportMenu();
-  drawAll();
+  drawAllViews();
   bindTextEvents();
   $("hide").onclick = () => changeLevelOrHiding({ hide: !state.hide });
   $("theme").onclick = toggleTheme;
@@ -38,7 +38,7 @@ async function startPage() {
     if (innerWidth === width) return;
     width = innerWidth;
     clearTimeout(startPage.resizeTimer);
-    startPage.resizeTimer = setTimeout(() => { tiles.length = 0; $("grid").replaceChildren(); buildMosaic(); drawAll(); paintMosaic(); }, 120);
+    startPage.resizeTimer = setTimeout(() => { tiles.length = 0; $("grid").replaceChildren(); buildMosaic(); drawAllViews(); paintMosaic(); }, 120);
   });
   document.documentElement.dataset.ready = Math.round(performance.now());
   await paintMosaic();

@@ -37,7 +37,7 @@ function buildMosaic() {
 }
 
 function buildTile(layer, layerIndex, head, perRow) {
-  const cards = cardsOf(layer, head), role = cards[0]?.role;
+  const cards = cardsOfHead(layer, head), role = cards[0]?.role;
   const button = htmlElement("button", {
     class: "tile", role: "gridcell", tabindex: "-1", "data-head": layer.headLabel(head),
     "aria-label": `${layer.headLabel(head)}${role ? `, ${cards.map((card) => card.role).join(", ")}` : ", no role"}`,

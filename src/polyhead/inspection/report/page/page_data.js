@@ -160,4 +160,4 @@ class Layer {
 }
 
 const layers = record.layers.map((layer) => new Layer(layer));
-const cardsOf = (layer, head) => record.cards.filter((card) => card.layer === layer.number && card.head === layer.heads[head]);
+const cardsOfHead = (layer, head) => record.cards.filter((card) => card.layer === layer.number && card.head === layer.heads[head]);

@@ -98,7 +98,7 @@ function highlightWords(current, target) {
   const isRow = target.row !== null && target.row < current.rows.length;
   const node = isRow ? spans.row[target.row] : spans.col[target.col];
   if (!node) return;
-  const best = isRow ? largestEntries(rowWeights(current, target.row), 48, 0.002) : strongestQueriesOfKey(current, target.col);
+  const best = isRow ? largestEntries(weightsOfRow(current, target.row), 48, 0.002) : strongestQueriesOfKey(current, target.col);
   for (const [j, w] of best) {
     const other = (isRow ? spans.col : spans.row)[j];
     if (!other) continue;
@@ -124,11 +124,11 @@ const isTextWrapped = () => $("stage").classList.contains("wrapped");
 function selectArcs(current, target) {
   const list = [];
   const addArc = (i, j, w) => list.push({ i, j, w });
-  if (target && target.row !== null && target.row < current.rows.length) largestEntries(rowWeights(current, target.row), 14, 0.01).forEach(([j, w]) => addArc(target.row, j, w));
+  if (target && target.row !== null && target.row < current.rows.length) largestEntries(weightsOfRow(current, target.row), 14, 0.01).forEach(([j, w]) => addArc(target.row, j, w));
   else if (target && target.col !== null) strongestQueriesOfKey(current, target.col).slice(0, 20).forEach(([i, w]) => addArc(i, target.col, w));
   else current.rows.forEach((item, i) => {
     if (item.special) return;
-    largestEntries(rowWeights(current, i), 3, 0.04).forEach(([j, w], n) => {
+    largestEntries(weightsOfRow(current, i), 3, 0.04).forEach(([j, w], n) => {
       // arcs to special tokens at the ends would cross all lines
       const through = isTextWrapped() && current.cols[j].special;
       if (!through && (n === 0 || w >= 0.25)) addArc(i, j, w);
@@ -140,9 +140,9 @@ function selectArcs(current, target) {
 function drawArcs(current, target) {
   const cross = current.layer.kind === "cross", wrapped = isTextWrapped();
   const height = wrapped ? anchors.height : cross ? 84 : innerHeight < 820 ? 108 : 132;
-  const anchorOf = (side) => ([x, y]) => [x, wrapped ? y + 1 : cross && side === "col" ? 3 : height - 3];
+  const arcAnchor = (side) => ([x, y]) => [x, wrapped ? y + 1 : cross && side === "col" ? 3 : height - 3];
   const list = selectArcs(current, target);
-  const from = anchors.row.map(anchorOf("row")), to = cross ? anchors.col.map(anchorOf("col")) : from;
+  const from = anchors.row.map(arcAnchor("row")), to = cross ? anchors.col.map(arcAnchor("col")) : from;
   const maxDistance = Math.max(60, ...list.map(({ i, j }) => Math.abs(from[i][0] - to[j][0])));
   const rise = wrapped ? 36 : height - 12;
   arcs.setAttribute("viewBox", `0 0 ${anchors.width} ${height}`);
@@ -180,10 +180,10 @@ const selfLoopPath = (x, y) => `M${x - 3},${y}C${x - 30},${y - 36} ${x + 30},${y
 
 function updateCaption(current, target) {
   const measure = state.measure === "weight" ? "." : " of what the head adds to it.";
-  const caption = $("caption"), role = cardsOf(current.layer, current.head)[0]?.role;
+  const caption = $("caption"), role = cardsOfHead(current.layer, current.head)[0]?.role;
   const row = target && target.row !== null ? current.rows[target.row] : null;
   if (row) {
-    const best = largestEntries(rowWeights(current, target.row), 3, 0.01);
+    const best = largestEntries(weightsOfRow(current, target.row), 3, 0.01);
     const list = best.flatMap(([j, w], n) => [n ? ", " : "", tokenElement(current.cols[j].label), ` ${formatNumber(w)}`]);
     caption.replaceChildren(htmlElement("b", {}, selectedHeadName()), " ", tokenElement(row.label), state.measure === "weight" ? " attends to " : " gets from ", ...(list.length ? [...list, measure] : [current.layer.detailLevel(current.head) === "averaged" ? "– only averages are known for this head." : "nothing."]),
       state.lock ? htmlElement("span", { class: "hint" }, " Locked; Escape releases it.") : htmlElement("span", { class: "hint" }, " Click to lock."));

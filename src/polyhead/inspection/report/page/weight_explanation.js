@@ -14,7 +14,7 @@ function strongestPiecePair(current, cell) {
 function drawWeightExplanation(box) {
   const current = selectedHeadData(), { layer, head, rows, cols } = current, cell = state.cell;
   if (!rows[cell.row] || !cols[cell.col]) { queueMicrotask(() => setState({ cell: null })); return; }
-  const shownValue = pairWeight(current, cell.row, cell.col), pair = strongestPiecePair(current, cell);
+  const shownValue = weightOfPair(current, cell.row, cell.col), pair = strongestPiecePair(current, cell);
   const back = htmlElement("button", { class: "back", title: "Back to the head (Escape)", on: { click: () => setState({ cell: null }) } }, "‹ Back");
   const parts = [back, htmlElement("h2", { class: "how" }, "How ", tokenElement(rows[cell.row].label), " → ", tokenElement(cols[cell.col].label), " is computed")];
   if (rows[cell.row].pieces.length * cols[cell.col].pieces.length > 1) {

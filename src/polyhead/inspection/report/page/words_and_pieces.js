@@ -1,12 +1,12 @@
 // Words and pieces: the items of the selected head, and the weights between them.
 
-const itemCache = new Map();
+const itemAndHeadCache = new Map();
 
 // The items of the rows or columns: pieces, or words and special tokens.
 function listItems(layer, side, level = state.level, hide = state.hide) {
   const key = [layer[side], side === "rows" ? layer.queries : layer.keys, level, hide].join();
-  if (!itemCache.has(key)) itemCache.set(key, groupPiecesIntoItems(layer, side, level, hide));
-  return itemCache.get(key);
+  if (!itemAndHeadCache.has(key)) itemAndHeadCache.set(key, groupPiecesIntoItems(layer, side, level, hide));
+  return itemAndHeadCache.get(key);
 }
 
 function groupPiecesIntoItems(layer, side, level, hide) {
@@ -44,29 +44,29 @@ const canMergePieces = (layer, head) => layer.display === "matrix" && (layer.com
 function selectedHeadData() {
   const layer = selectedLayer(), head = state.head;
   const key = ["now", layer.number, head, state.measure, state.level, state.hide].join();
-  if (!itemCache.has(key)) {
-    for (const old of [...itemCache.keys()].filter((name) => name.startsWith("now"))) itemCache.delete(old);
+  if (!itemAndHeadCache.has(key)) {
+    for (const old of [...itemAndHeadCache.keys()].filter((name) => name.startsWith("now"))) itemAndHeadCache.delete(old);
     const foldable = canMergePieces(layer, head);
     const rows = listItems(layer, "rows", foldable ? state.level : "piece", foldable && state.hide);
     const cols = listItems(layer, "columns", foldable ? state.level : "piece", foldable && state.hide);
     const matrix = foldable ? layer.weightMatrix(head, state.measure) : null;
-    itemCache.set(key, { layer, head, rows, cols, data: matrix && mergePieceWeights(matrix, layer.keys, rows, cols) });
+    itemAndHeadCache.set(key, { layer, head, rows, cols, data: matrix && mergePieceWeights(matrix, layer.keys, rows, cols) });
   }
-  return itemCache.get(key);
+  return itemAndHeadCache.get(key);
 }
 
 // The weights of one item on all items of the selected head.
-function rowWeights(current, i) {
+function weightsOfRow(current, i) {
   const { layer, head, rows, cols, data } = current;
   if (data) return data.subarray(i * cols.length, (i + 1) * cols.length);
   return layer.weightRow(head, rows[i].pieces[0], state.measure);
 }
 
 // The weight of a pair; null if only an average is known.
-function pairWeight(current, i, j) {
+function weightOfPair(current, i, j) {
   if (current.data) return current.data[i * current.cols.length + j];
-  if (current.layer.detailLevel(current.head) === "exact") return rowWeights(current, i)[j];
-  const weight = rowWeights(current, i)[j];
+  if (current.layer.detailLevel(current.head) === "exact") return weightsOfRow(current, i)[j];
+  const weight = weightsOfRow(current, i)[j];
   return weight > 0 ? weight : null;
 }
 
