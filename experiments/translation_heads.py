@@ -328,11 +328,9 @@ def print_sentence(one: Sentence) -> None:
     columns = Tokens.of_pieces(
         one.source.pieces, tuple(end if word is None else word for word in one.source.word_of), words
     )
+    strongest = lambda weights: compute_word_attention(weights, one.target, columns).argmax(-1).tolist()
     rows = [
-        (
-            f"L{layer}H{head}",
-            *(words[int(word)] for word in compute_word_attention(weights, one.target, columns).argmax(-1)),
-        )
+        (f"L{layer}H{head}", *(words[word] for word in strongest(weights)))
         for layer, heads in enumerate(one.heads.values())
         for head, weights in enumerate(heads.weights[0])
     ]
