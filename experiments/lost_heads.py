@@ -35,7 +35,7 @@ class Texts:
     """Sentences in one padded batch, embedded by a model."""
 
     def __init__(self, model: Any, tokenizer: Any, number: int) -> None:
-        tokens = [tokenizer.of_words(sentence.words).ids for sentence in corpus.shipped()[:number]]
+        tokens = [tokenizer.of_words(sentence.words).ids for sentence in corpus.load_shipped_sentences()[:number]]
         self.model = model
         self.lengths = torch.tensor([len(ids) for ids in tokens])
         self.ids = torch.nn.utils.rnn.pad_sequence(tokens, batch_first=True)
@@ -56,26 +56,29 @@ def apart(vectors: Tensor) -> float:
 def measure(number: int, orders: int) -> dict[str, Any]:
     model, tokenizer = models.default()
     texts = Texts(model, tokenizer, number)
-    loss = ablation.embedding_change(texts)
+    loss = ablation.embedding_change_loss(texts)
     alone = ablation.ablate(model, loss, progress=lambda heads: track(heads, "one head at a time …", transient=True))
     average = ablation.ablate(
         model, loss, "mean", progress=lambda heads: track(heads, "by their means …", transient=True)
     )
-    costs = {head: float(alone.without[head.name][head.head]) for head in alone.ranked()}
+    costs = {head: float(alone.without[head.name][head.head]) for head in alone.rank_heads()}
     by_cost = list(costs)
     # importance needs a loss with a gradient; that of 1 − cos is zero without a change
     with torch.no_grad():
         target = texts().roll(1, 0)
     proxy = ablation.importance(model, lambda: 1 - F.cosine_similarity(texts(), target, dim=-1).mean())
     ways = {
-        "least important first (Michel 2019)": [ablation.ranked(proxy)],
+        "least important first (Michel 2019)": [ablation.rank_heads(proxy)],
         "cheapest first": [by_cost],
         "at random": [],
     }
     for seed in range(orders):
         ways["at random"].append(random.Random(seed).sample(by_cost, len(by_cost)))
     bar = lambda heads: track(heads, "many heads together …", transient=True)
-    curves = {way: [ablation.prune(model, loss, order, progress=bar) for order in its] for way, its in ways.items()}
+    curves = {
+        way: [ablation.ablate_cumulatively(model, loss, order, progress=bar) for order in its]
+        for way, its in ways.items()
+    }
     sums = {
         way: [[sum(costs[h] for h in order[:n]) for n in range(len(order) + 1)] for order in its]
         for way, its in ways.items()
@@ -94,7 +97,7 @@ def diversity(model: Any, tokenizer: Any) -> dict[str, float]:
     """Distances between heads of one layer, 0 equal, 1 no key in common: the mean over pairs, and the extremes."""
     with torch.no_grad(), capture(model) as seen:
         every = []
-        for sentence in corpus.shipped()[:60]:
+        for sentence in corpus.load_shipped_sentences()[:60]:
             model(tokenizer.of_words(sentence.words).ids)
             every.append(torch.stack([heads.diversity() for heads in seen.values()]))
     mean = torch.stack(every).mean(0)

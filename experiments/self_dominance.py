@@ -43,7 +43,10 @@ def of_random_tokens(shape: tuple[int, int], spread: float, sets: int, seed: int
     items, features = shape
     torch.manual_seed(seed)
     x = torch.randn(sets, items, features) * (spread * torch.randn(sets, items, 1)).exp()
-    shares = {"plain": self_dominance(x).share, "equal norms": self_dominance(F.normalize(x, dim=-1)).share}
+    shares = {
+        "plain": self_dominance(x).share_peaking_on_self,
+        "equal norms": self_dominance(F.normalize(x, dim=-1)).share_peaking_on_self,
+    }
     for way in WAYS[2:]:
         # a new layer for each set
         every = []
@@ -51,7 +54,7 @@ def of_random_tokens(shape: tuple[int, int], spread: float, sets: int, seed: int
             layer = MultiHeadAttention(features, HEADS, bias=False)
             if way == "one map":
                 layer.k_proj.load_state_dict(layer.q_proj.state_dict() if layer.q_proj is not None else {})
-            every.append(self_dominance(tokens, layer).share)
+            every.append(self_dominance(tokens, layer).share_peaking_on_self)
         shares[way] = torch.stack(every)
     means = {way: float(share.mean()) for way, share in shares.items()}
     return {"items": items, "features": features, "spread": spread, "chance": 1 / items, **means}
@@ -77,7 +80,7 @@ def in_a_model(number: int) -> list[dict[str, Any]]:
     model, tokenizer = models.default()
     layers: list[Any] = [layer.self_attn for layer in model.layers]
     batches = defaultdict(list)
-    for sentence in corpus.shipped()[:number]:
+    for sentence in corpus.load_shipped_sentences()[:number]:
         ids = tokenizer.of_words(sentence.words).ids
         batches[len(ids)].append(ids)
     # for each kind and layer: one number per word, over all sentences
@@ -92,8 +95,8 @@ def in_a_model(number: int) -> list[dict[str, Any]]:
                 plain, equal = self_dominance(x), self_dominance(F.normalize(x.double(), dim=-1))
                 heads = self_dominance(x, layers[place])
                 found = {
-                    "plain": plain.peaks, "plain weight": plain.weight, "equal norms": equal.peaks, "norm": x.norm(dim=-1),
-                    "heads": heads.peaks.transpose(0, 1), "heads weight": heads.weight.transpose(0, 1),
+                    "plain": plain.peaks_on_self, "plain weight": plain.weight, "equal norms": equal.peaks_on_self, "norm": x.norm(dim=-1),
+                    "heads": heads.peaks_on_self.transpose(0, 1), "heads weight": heads.weight.transpose(0, 1),
                     "chance": torch.full(x.shape[:2], 1 / length),
                 }  # fmt: skip
                 for what, values in found.items():

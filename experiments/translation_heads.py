@@ -41,7 +41,7 @@ from torch import Tensor
 from translation import TEST, Run, add_settings, chosen_settings, translated
 
 from polyhead import MultiHeadAttention, capture, report
-from polyhead.inspection.roles.word_attention import word_attention
+from polyhead.inspection.roles.word_attention import compute_word_attention
 from polyhead.models import Tokens
 from polyhead.nn import Transformer
 
@@ -305,7 +305,7 @@ def sentence(task: Task, row: int) -> Sentence:
     return Sentence(corpus.words(ids), corpus.words(written), dict(seen), said)
 
 
-def write_page(one: Sentence, file: Path, star: tuple[int, int], model: str) -> None:
+def write_page(one: Sentence, file: Path, initial_head: tuple[int, int], model: str) -> None:
     """Write the cross heads of a sentence as a page."""
     notes = (
         "A row is a word of the translation when it is written: the decoder has read the words before it, but not the word itself. "
@@ -315,7 +315,7 @@ def write_page(one: Sentence, file: Path, star: tuple[int, int], model: str) -> 
     )
     report(
         one.heads, file, texts=(one.target, one.source), title="Which source words the heads of a translator attend to",
-        finding=one.line, star=star, notes=notes,
+        finding=one.line, initial_head=initial_head, notes=notes,
     )  # fmt: skip
     print(f"page: {file}")
 
@@ -328,8 +328,9 @@ def print_sentence(one: Sentence) -> None:
     columns = Tokens.of_pieces(
         one.source.pieces, tuple(end if word is None else word for word in one.source.word_of), words
     )
+    strongest = lambda weights: compute_word_attention(weights, one.target, columns).argmax(-1).tolist()
     rows = [
-        (f"L{layer}H{head}", *(words[int(word)] for word in word_attention(weights, one.target, columns).argmax(-1)))
+        (f"L{layer}H{head}", *(words[word] for word in strongest(weights)))
         for layer, heads in enumerate(one.heads.values())
         for head, weights in enumerate(heads.weights[0])
     ]

@@ -230,7 +230,7 @@ def test_a_page_has_one_row_per_target_word(task, tmp_path):
     assert layer["name"] == "decoder.0.cross_attn" and layer["heads"] == [0, 1]
     assert record["texts"][layer["rows"]]["words"] == list(one.target.words)
     assert record["texts"][layer["columns"]]["words"] == list(one.source.words)
-    assert record["star"] == [0, 1]
+    assert record["initial_head"] == [0, 1]
     # the first row writes the first word, after reading only the start token
     (ids,) = task.corpus.ids([source])
     with capture(task.model) as seen:

@@ -10,7 +10,7 @@ import torch
 
 from polyhead.cli import inspect
 from polyhead.cli.main import main
-from polyhead.inspection.roles import corpus, find
+from polyhead.inspection.roles import corpus, find_roles
 from polyhead.models import checkpoint_files
 from polyhead.models.pretrained import DEFAULT_PACKAGE
 
@@ -37,10 +37,10 @@ def working_directory(tmp_path, monkeypatch):
 def few_sentences(monkeypatch):
     """Measure roles on eight sentences only, to save time."""
 
-    def find_on_few(subject, *, sentences=None, **options):
-        return find.find(subject, sentences=(sentences or corpus.shipped())[:8], **options)
+    def find_on_few(model, *, sentences=None, **options):
+        return find_roles.find_roles(model, sentences=(sentences or corpus.load_shipped_sentences())[:8], **options)
 
-    monkeypatch.setattr(inspect, "find", find_on_few)
+    monkeypatch.setattr(inspect, "find_roles", find_on_few)
 
 
 def run(*arguments):
@@ -50,7 +50,9 @@ def run(*arguments):
 def test_demo_prints_findings_and_writes_a_small_offline_page(capsys):
     main(["demo"])
     shown = capsys.readouterr().out
-    assert shown.startswith("In L5H11 nearly all words attend to “cat”: a single pair of words means nothing there.")
+    assert shown.startswith(
+        "In L5H11 nearly all words attend to “cat”, so a large weight between two words is no evidence"
+    )
     rows = {line[:16].strip(): line for line in shown.splitlines()}
     assert rows["previous token"].split()[2] == "L0H2"
     assert rows["next token"].split()[2] == "L1H8"

@@ -19,7 +19,7 @@ if not all(map(importlib.util.find_spec, ("rich", "safetensors", "PIL", "transfo
 import transformers
 from PIL import Image
 
-from polyhead.cli.inspect_image import HeadRow, _summary_lines
+from polyhead.cli.inspect_image import HeadRow, _build_summary_lines
 from polyhead.cli.main import main
 from polyhead.inspection.vision_loading import load_vision_model, read_image
 
@@ -103,7 +103,7 @@ def test_shift_head_is_the_headline(models, capsys):
     assert "1 of 8 heads act like a convolution tap" in " ".join(shown.split())
     assert len([line for line in shown.splitlines() if re.match(r"L\dH\d ", line)]) >= 8
     data = record()
-    assert data["title"] == "photo.png · vit" and data["star"] == [0, 2]
+    assert data["title"] == "photo.png · vit" and data["initial_head"] == [0, 2]
     assert data["image"]["first"] == 1 + 3 * 8 + 5
     assert [entry["image"]["sizes"] for entry in data["layers"]] == [[8, 8]] * 2
     assumed = "has no image_mean and image_std; 0.5 was assumed"
@@ -127,21 +127,21 @@ def test_other_model_types(models, name, grid, capsys):
 def test_preprocessing_follows_the_config(models, tmp_path):
     photo = read_image("photo.png")
     plain = load_vision_model(str(models / "vit"))
-    assert plain.crop(photo) is photo
-    x = plain.prepare(photo)
+    assert plain.center_crop(photo) is photo
+    x = plain.preprocess(photo)
     assert x.shape == (1, 3, 64, 64) and -1 <= float(x.min()) < -0.9 and 0.9 < float(x.max()) <= 1
     said = {"do_center_crop": True, "size": {"shortest_edge": 80}, "crop_size": {"height": 64, "width": 64}}
     said |= {"image_mean": [0.4, 0.5, 0.6], "image_std": [0.2, 0.25, 0.5]}
     other = plain._replace(options=said)
-    part = other.crop(photo)
+    part = other.center_crop(photo)
     assert part.size == (72, 72)
     assert np.array_equal(np.asarray(part), np.asarray(photo)[9:81, 24:96])
     small = np.asarray(part.resize((64, 64), 2)).astype("f4").transpose(2, 0, 1) / 255
     want = (small - np.array([0.4, 0.5, 0.6])[:, None, None]) / np.array([0.2, 0.25, 0.5])[:, None, None]
-    assert np.allclose(other.prepare(part)[0], want, atol=1e-5)
+    assert np.allclose(other.preprocess(part)[0], want, atol=1e-5)
     squashed = plain._replace(options={**said, "size": {"height": 128, "width": 64}})
-    assert squashed.crop(photo).size == (120, 45)
-    assert float(plain._replace(options={"do_normalize": False}).prepare(photo).min()) >= 0
+    assert squashed.center_crop(photo).size == (120, 45)
+    assert float(plain._replace(options={"do_normalize": False}).preprocess(photo).min()) >= 0
 
 
 def test_preprocessing_equals_transformers(models):
@@ -160,7 +160,7 @@ def test_preprocessing_equals_transformers(models):
         theirs = transformers.ViTImageProcessorPil(**options)
         want = theirs(images=photo, return_tensors="pt")["pixel_values"]
         prepared = json.loads(theirs.to_json_string())
-        assert torch.allclose(plain._replace(options=prepared).prepare(photo), want, atol=1e-5)
+        assert torch.allclose(plain._replace(options=prepared).preprocess(photo), want, atol=1e-5)
 
 
 def test_exif_orientation_and_palettes():
@@ -286,10 +286,11 @@ def test_processor_config_takes_precedence(models, tmp_path):
     folder.mkdir()
     for file in (models / "vit").iterdir():
         (folder / file.name).write_bytes(file.read_bytes())
-    assert len(load_vision_model(str(folder)).notes) == 1
+    assert len(load_vision_model(str(folder)).preprocessing_notes) == 1
     (folder / "preprocessor_config.json").write_text(json.dumps({"image_mean": [0.1] * 3, "image_std": [0.2] * 3}))
     assert (
-        load_vision_model(str(folder)).options["image_mean"] == [0.1] * 3 and not load_vision_model(str(folder)).notes
+        load_vision_model(str(folder)).options["image_mean"] == [0.1] * 3
+        and not load_vision_model(str(folder)).preprocessing_notes
     )
     part = {"image_mean": [0.0] * 3, "image_std": [1.0] * 3, "resample": 0}
     (folder / "processor_config.json").write_text(json.dumps({"image_processor": part, "processor_class": "X"}))
@@ -302,19 +303,20 @@ def test_zero_and_false_in_the_config_are_honoured(models):
     photo, plain = read_image("photo.png"), load_vision_model(str(models / "vit"))
     nearest = np.asarray(photo.resize((64, 64), 0)).astype("f4").transpose(2, 0, 1)
     as_is = {"resample": 0, "image_mean": 0, "image_std": 1.0}
-    assert np.allclose(plain._replace(options=as_is).prepare(photo)[0], nearest / 255, atol=1e-6)
+    assert np.allclose(plain._replace(options=as_is).preprocess(photo)[0], nearest / 255, atol=1e-6)
     raw = {"resample": 0, "do_rescale": False, "do_normalize": False}
     assert (
-        np.array_equal(plain._replace(options=raw).prepare(photo)[0], nearest) and not plain._replace(options=raw).notes
+        np.array_equal(plain._replace(options=raw).preprocess(photo)[0], nearest)
+        and not plain._replace(options=raw).preprocessing_notes
     )
     fixed = plain._replace(options={"do_resize": False, "do_center_crop": True, "crop_size": 64, "do_normalize": False})
-    part = fixed.crop(photo)
+    part = fixed.center_crop(photo)
     assert np.array_equal(np.asarray(part), np.asarray(photo)[13:77, 28:92])
-    assert np.allclose(255 * fixed.prepare(part)[0], np.asarray(part).transpose(2, 0, 1), atol=1e-4)
+    assert np.allclose(255 * fixed.preprocess(part)[0], np.asarray(part).transpose(2, 0, 1), atol=1e-4)
     with pytest.raises(
         ValueError, match=r"image must have 64 x 64 pixels, since .* has do_resize: false, got 90 x 120"
     ):
-        fixed.prepare(photo)
+        fixed.preprocess(photo)
 
 
 def test_loading_prints_nothing(models, capfd):
@@ -333,8 +335,11 @@ def test_loading_prints_nothing(models, capfd):
 def test_equal_distances_are_not_ranked():
     row = HeadRow("L0H0", (0, 0), 0.1, "1 up", 2.71, 3.0, 0.0)
     rows = [row, row._replace(name="L0H1", distance=2.73)]
-    assert len(_summary_lines(rows)) == 1
-    assert "from 2.7 patches (L0H0) to 3.0 (L0H1)" in _summary_lines([row, row._replace(name="L0H1", distance=3.0)])[1]
+    assert len(_build_summary_lines(rows)) == 1
+    assert (
+        "from 2.7 patches (L0H0) to 3.0 (L0H1)"
+        in _build_summary_lines([row, row._replace(name="L0H1", distance=3.0)])[1]
+    )
 
 
 def test_help_explains_token_indices(capsys):

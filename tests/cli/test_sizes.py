@@ -119,7 +119,7 @@ def test_table(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPat
     assert rows["bert-base"][-1] == "–"
     assert rows["bert-minilm-l6"][6:8] == ["–", "–"]
     assert "\x1b" not in shown
-    assert "2 x the weights that a token is multiplied by" in shown and "float16 or bfloat16" in shown
+    assert "2 x the parameters of all linear layers" in shown and "float16 or bfloat16" in shown
 
 
 @pytest.mark.parametrize("columns", [20, 40, 80, 120, 200])

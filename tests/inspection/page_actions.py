@@ -2,7 +2,7 @@
 
 from report_examples import TEXT
 
-from polyhead.inspection.roles.word_attention import word_attention
+from polyhead.inspection.roles.word_attention import compute_word_attention
 
 
 def cell_position(page, row, column):
@@ -46,4 +46,4 @@ def word_weights(seen, name, head, measure="weight"):
     """Attention between words, computed by torch."""
     heads = seen[name] if measure == "weight" else seen[name].contribution()
     w = heads.weights[0, head]
-    return word_attention(w if measure == "weight" else w / w.sum(-1, keepdim=True), TEXT)
+    return compute_word_attention(w if measure == "weight" else w / w.sum(-1, keepdim=True), TEXT)

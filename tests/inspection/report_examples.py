@@ -3,7 +3,7 @@
 import torch
 
 from polyhead import MultiHeadAttention
-from polyhead.inspection.roles.roles import Card
+from polyhead.inspection.roles.role_cards import Card
 from polyhead.models import Tokens
 
 WORDS = ("The", "unlikely", "cat", "ran", "away")

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from polyhead import _limits
-from polyhead.inspection.roles.corpus import gap, own_pairs, treebank
+from polyhead.inspection.roles.corpus import read_gap, read_own_pairs, read_treebank
 
 WORD = "1\ta\t_\tX\t_\t_\t0\troot\t_\t_\n"
 HEADER = "ID\tText\tPronoun\tPronoun-offset\tA\tA-offset\tA-coref\tB\tB-offset\tB-coref\tURL\n"
@@ -48,9 +48,9 @@ KINDS = {
 }
 READERS = """
 from polyhead.cli.inspect import _read_text_file
-from polyhead.inspection.roles.corpus import gap, own_pairs, treebank
+from polyhead.inspection.roles.corpus import read_gap, read_own_pairs, read_treebank
 from polyhead.inspection.vision_loading import read_image
-readers = {"treebank": treebank, "gap": gap, "pairs": own_pairs, "text": _read_text_file, "image": read_image}
+readers = {"treebank": read_treebank, "gap": read_gap, "pairs": read_own_pairs, "text": _read_text_file, "image": read_image}
 
 def call(path):
     return len(readers[Path(path).stem](Path(path)))
@@ -91,21 +91,21 @@ def test_files_that_grow_when_they_are_opened(reader, said):
 
 def test_a_file_of_many_parts_is_read_whole(tmp_path):
     (tmp_path / "file").write_bytes(gzip.compress((WORD + "\n").encode()) * 3)
-    assert len(treebank(tmp_path / "file")) == 3
+    assert len(read_treebank(tmp_path / "file")) == 3
 
 
 @pytest.mark.parametrize(
     ("read", "text", "message"),
     [
-        (treebank, "x" * 1_000_001, "file, line 1: a line must have at most 1,000,000 characters, got 1,000,001"),
-        (treebank, "".join(WORD.replace("1", str(n), 1) for n in range(1, 10_002)), "file, line 10001: a sentence must have at most 10,000 words"),
-        (treebank, WORD.replace("\t0\t", f"\t{'9' * 5000}\t"), "file, line 1: the head of the word must be an integer, 0 for the root, got '9{59}"),
-        (treebank, f"# coref = 1>{'9' * 5000}\n{WORD}", "file, line 1: .*9{20}"),
-        (own_pairs, "a " * 10_001 + "\t1>2", "file, line 1: a sentence must have at most 10,000 words"),
-        (own_pairs, f"a b\t1>{'9' * 5000}", "file, line 1: .*9{20}"),
-        (own_pairs, "a " * 9_999 + "b\ta>b", "file, line 1: a pair must name a word that occurs once, got 'a', which is word 1 and 2 and .{,40}; write its number"),
-        (gap, f"{HEADER}1\t{'a ' * 10_001}\ta\t0\ta\t0\tTRUE\ta\t0\tFALSE\tu", "file, line 2: a sentence must have at most 10,000 words"),
-        (gap, f"{HEADER}1\ta b c\ta\t{'9' * 5000}\tb\t2\tTRUE\tc\t4\tFALSE\tu", "file, line 2: Pronoun must be in the text at Pronoun-offset '9{59}, got 'a'"),
+        (read_treebank, "x" * 1_000_001, "file, line 1: a line must have at most 1,000,000 characters, got 1,000,001"),
+        (read_treebank, "".join(WORD.replace("1", str(n), 1) for n in range(1, 10_002)), "file, line 10001: a sentence must have at most 10,000 words"),
+        (read_treebank, WORD.replace("\t0\t", f"\t{'9' * 5000}\t"), "file, line 1: the head of the word must be an integer, 0 for the root, got '9{59}"),
+        (read_treebank, f"# coref = 1>{'9' * 5000}\n{WORD}", "file, line 1: .*9{20}"),
+        (read_own_pairs, "a " * 10_001 + "\t1>2", "file, line 1: a sentence must have at most 10,000 words"),
+        (read_own_pairs, f"a b\t1>{'9' * 5000}", "file, line 1: .*9{20}"),
+        (read_own_pairs, "a " * 9_999 + "b\ta>b", "file, line 1: a pair must name a word that occurs once, got 'a', which is word 1 and 2 and .{,40}; write its number"),
+        (read_gap, f"{HEADER}1\t{'a ' * 10_001}\ta\t0\ta\t0\tTRUE\ta\t0\tFALSE\tu", "file, line 2: a sentence must have at most 10,000 words"),
+        (read_gap, f"{HEADER}1\ta b c\ta\t{'9' * 5000}\tb\t2\tTRUE\tc\t4\tFALSE\tu", "file, line 2: Pronoun must be in the text at Pronoun-offset '9{59}, got 'a'"),
     ],
 )  # fmt: skip
 def test_lines_and_sentences_that_are_too_long(read, text, message, tmp_path):
@@ -120,16 +120,16 @@ def test_many_pairs_of_a_long_sentence(tmp_path):
     words = [f"w{n}" for n in range(9_999)]
     pairs = [f"{a}>{b}" for a, b in itertools.pairwise(words)] * 6
     (tmp_path / "file").write_text(f"{' '.join(words)}\t{' '.join(pairs)}")
-    (sentence,) = own_pairs(tmp_path / "file")
+    (sentence,) = read_own_pairs(tmp_path / "file")
     assert sentence.pairs["own pairs"] == tuple(itertools.pairwise(range(9_999))) * 6
 
 
 def test_too_many_sentences(tmp_path, monkeypatch):
     (tmp_path / "file").write_text((WORD + "\n") * 11)
-    assert len(treebank(tmp_path / "file")) == 11
+    assert len(read_treebank(tmp_path / "file")) == 11
     monkeypatch.setattr(_limits, "CORPUS_SENTENCES", 10)
     with pytest.raises(ValueError, match="file must have at most 10 sentences, got more; pass a part of it"):
-        treebank(tmp_path / "file")
+        read_treebank(tmp_path / "file")
 
 
 # images

@@ -23,8 +23,8 @@ from polyhead import (
     Window,
     attend,
 )
-from polyhead.inspection.roles.corpus import treebank
-from polyhead.inspection.roles.find import induction
+from polyhead.inspection.roles.corpus import read_treebank
+from polyhead.inspection.roles.find_roles import find_induction_heads
 from polyhead.models import Bert, Llama
 from polyhead.models.bert import Config as BertConfig
 from polyhead.models.llama import Config as LlamaConfig
@@ -50,7 +50,7 @@ def written(max_new_tokens):
 def sentence(head):
     path = Path(tempfile.mkdtemp()) / "one.conllu"
     path.write_text("\t".join(["1", "a", "a", "NOUN", "_", "_", head, "root", "_", "_"]) + "\n\n")
-    return treebank(path)
+    return read_treebank(path)
 
 
 ROWS = [
@@ -92,6 +92,6 @@ ROWS = [
     Row("Heads.plot", "size=2**62", lambda: heads().plot(size=HUGE), "^size must be an integer in"),
     Row("Stiefel.random", "of all sizes", lambda: Stiefel().random(LARGEST, LARGEST), "^the tensor must have at most"),
     Row("Euclidean.random", "of all sizes", lambda: Euclidean().random(LARGEST, LARGEST), "^the tensor must have at most"),
-    Row("induction", "ids=2**62", lambda: induction(MultiHeadAttention(8, 2), HUGE), "^ids must be an integer in"),
-    Row("treebank", "a head of thousands of digits", lambda: sentence("9" * 5000), "line 1: the head of the word must be an integer"),
+    Row("find_induction_heads", "ids=2**62", lambda: find_induction_heads(MultiHeadAttention(8, 2), HUGE), "^ids must be an integer in"),
+    Row("read_treebank", "a head of thousands of digits", lambda: sentence("9" * 5000), "line 1: the head of the word must be an integer"),
 ]  # fmt: skip

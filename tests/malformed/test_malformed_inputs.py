@@ -35,11 +35,11 @@ FOREIGN = re.compile(
 # Entries without an argument that could be malformed, bases of others, and what is returned and never made by a caller.
 WITHOUT_ARGUMENTS = {
     "CapturedHeads", "Causal", "Certificate", "Dense", "Explanation", "HeadMetrics", "METRICS", "ROLES", "ablation", "corpus", "Manifold", "KeyValues", "Neighbourhood", "Page", "Position",
-    "Pretrained", "Score", "SelfDominance", "Variance", "default", "optim",
+    "Pretrained", "Score", "SelfDominance", "CapturedVariance", "default", "optim",
 }  # fmt: skip
 # Modules whose functions are public without a list of their names.
 FUNCTIONS = (
-    "polyhead.inspection.roles.corpus", "polyhead.inspection.analysis.ablation", "polyhead.inspection.roles.find", "polyhead.interop.torch",
+    "polyhead.inspection.roles.corpus", "polyhead.inspection.analysis.ablation", "polyhead.inspection.roles.find_roles", "polyhead.interop.torch",
     "polyhead.interop.torch_transformer_layers", "polyhead.interop.julia",
 )  # fmt: skip
 

@@ -38,13 +38,13 @@ def collect_facts() -> dict[str, str]:
         "numpy": numpy.__version__,
         **{name: _installed_version(name) for name in _OPTIONAL_PACKAGES},
         "default model": _installed_version(DEFAULT_PACKAGE),
-        **_kernel_facts(),
+        **_collect_kernel_facts(),
         "threads": f"{torch.get_num_threads()}",
         "cuda": f"{torch.version.cuda}, {torch.cuda.device_count()} devices" if torch.cuda.is_available() else "no",
     }
 
 
-def _kernel_facts() -> dict[str, str]:
+def _collect_kernel_facts() -> dict[str, str]:
     if native is None:
         return {
             "C++ kernels": f"no ({native_missing_reason}). Graphs and images use slower portable kernels. To build the C++ kernels, "

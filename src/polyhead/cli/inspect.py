@@ -16,13 +16,14 @@ from polyhead.cli.inspect_image import inspect_image
 from polyhead.inspection.analysis import ablation
 from polyhead.inspection.capture.capture import NO_ATTENTION_SEEN, capture
 from polyhead.inspection.measured_heads import MeasuredHeads
-from polyhead.inspection.model_loading import load_text_model
+from polyhead.inspection.model_loading import load_model_and_tokenizer
 from polyhead.inspection.report.report import report
 from polyhead.inspection.roles import corpus, headline
-from polyhead.inspection.roles.find import find
-from polyhead.inspection.roles.roles import NO_ROLE, ROLES, Card, Found
-from polyhead.inspection.roles.subject import Subject
+from polyhead.inspection.roles.find_roles import find_roles
+from polyhead.inspection.roles.role_cards import Card, FoundRoles
+from polyhead.inspection.roles.role_table import NO_ROLE, ROLES
 from polyhead.inspection.roles.text_evidence import add_text_evidence
+from polyhead.inspection.roles.text_model import TextModel
 from polyhead.models import Tokens
 
 if TYPE_CHECKING:
@@ -102,18 +103,18 @@ def _inspect_text_or_image(arguments: argparse.Namespace, stderr: Console, conso
 
 
 def _inspect_text(arguments: argparse.Namespace, stderr: Console, console: Console) -> None:
-    raw_text = _input_text(arguments)
+    raw_text = _read_input_text(arguments)
     _files.resolve_writable_path(arguments.out, "out")
     with stderr.status("Loading the model …"):
-        model, tokenizer = load_text_model(arguments.model)
+        model, tokenizer = load_model_and_tokenizer(arguments.model)
     name = arguments.model or "MiniLM-L6"
     tokens = tokenizer(raw_text)
     if not tokens.words:
         raise ValueError("text must contain at least one word, got only special tokens")
-    subject = Subject.of(model, tokenizer)
+    text_model = TextModel.from_tokenizer(model, tokenizer)
     notes = []
-    if subject.positions is not None and len(tokens) > subject.positions:
-        truncated = tokens.shortened(subject.positions)
+    if text_model.positions is not None and len(tokens) > text_model.positions:
+        truncated = tokens.shortened(text_model.positions)
         notes.append(f"The text was truncated to {len(truncated):,} of {len(tokens):,} tokens, the maximum of {name}.")
         tokens = truncated
     with stderr.status("Running the model …"), torch.no_grad(), capture(model) as seen:
@@ -124,7 +125,7 @@ def _inspect_text(arguments: argparse.Namespace, stderr: Console, console: Conso
     if not seen:
         raise ValueError(f"model: {NO_ATTENTION_SEEN}")
     measured = MeasuredHeads(seen)
-    found = _find_roles(arguments, subject, measured, tokens, stderr)
+    found = _find_roles(arguments, text_model, measured, tokens, stderr)
     found = _add_ablation_effects(found, model, tokens, stderr)
     notes += found.notes
     effect_note = "The effect of removing a head is 1 − cos between the text's embeddings with and without it."
@@ -133,13 +134,13 @@ def _inspect_text(arguments: argparse.Namespace, stderr: Console, console: Conso
     with stderr.status("Writing the page …"):
         report(
             measured, arguments.out, texts=tokens, title=_truncate_title(raw_text), finding=sentence,
-            star=None if first is None else (first.layer, first.head), cards=found.cards,
+            initial_head=None if first is None else (first.layer, first.head), cards=found.cards,
             notes=[*notes, effect_note, *([] if rest is None else [str(rest)])], roles={role.name: role.meaning for role in ROLES},
         )  # fmt: skip
     _print_findings(console, arguments, measured, tokens, found, sentence, rest, notes)
 
 
-def _input_text(arguments: argparse.Namespace) -> str:
+def _read_input_text(arguments: argparse.Namespace) -> str:
     if arguments.text is None and arguments.file is None:
         raise ValueError('text: pass a text, polyhead inspect "…", a file, --file F, or an image, --image F')
     if arguments.text is not None and arguments.file is not None:
@@ -159,34 +160,38 @@ def _read_text_file(path: Path) -> str:
 
 
 def _find_roles(
-    arguments: argparse.Namespace, subject: Subject, seen: MeasuredHeads, text: Tokens, stderr: Console
-) -> Found:
+    arguments: argparse.Namespace, text_model: TextModel, seen: MeasuredHeads, text: Tokens, stderr: Console
+) -> FoundRoles:
     """Find the roles of the model's heads, with their strongest pairs in this text."""
-    sentences = None if arguments.treebank is None else corpus.some(corpus.treebank(arguments.treebank))
-    gap = () if arguments.gap is None else corpus.gap(arguments.gap)
-    pairs = () if arguments.pairs is None else corpus.own_pairs(arguments.pairs)
-    found = find(subject, sentences=sentences, gap=gap, pairs=pairs, progress=_progress_bar(stderr, "Measuring roles"))
-    return add_text_evidence(found, seen, text, sentence=corpus.known(text.words))
+    sentences = (
+        None if arguments.treebank is None else corpus.filter_by_length(corpus.read_treebank(arguments.treebank))
+    )
+    gap = () if arguments.gap is None else corpus.read_gap(arguments.gap)
+    pairs = () if arguments.pairs is None else corpus.read_own_pairs(arguments.pairs)
+    found = find_roles(
+        text_model, sentences=sentences, gap=gap, pairs=pairs, progress=_make_progress_bar(stderr, "Measuring roles")
+    )
+    return add_text_evidence(found, seen, text, sentence=corpus.find_shipped_sentence(text.words))
 
 
-def _add_ablation_effects(found: Found, model: torch.nn.Module, tokens: Tokens, stderr: Console) -> Found:
+def _add_ablation_effects(found: FoundRoles, model: torch.nn.Module, tokens: Tokens, stderr: Console) -> FoundRoles:
     """Add to each card how much the text's embedding changes without the head."""
     if len(tokens) > _MAX_ABLATION_TOKENS:
         return found
-    embed = lambda ids: _hidden_states_of_output(model(ids)).mean(-2)
+    embed = lambda ids: _get_hidden_states(model(ids)).mean(-2)
     with stderr.status("Ablating heads …"):
         ablated = ablation.ablate_embedding(model, embed, tokens.ids)
     by_layer = list(ablated.without.values())
     add_effect = lambda card: card._replace(effect=float(by_layer[card.layer][card.head]))
-    return Found([add_effect(card) for card in found.cards], found.measured, found.notes)
+    return FoundRoles([add_effect(card) for card in found.cards], found.measured, found.notes)
 
 
-def _hidden_states_of_output(output: Any) -> torch.Tensor:
+def _get_hidden_states(output: Any) -> torch.Tensor:
     """The hidden states in the output of a Polyhead or transformers model."""
     return output if isinstance(output, torch.Tensor) else output[0]
 
 
-def _progress_bar(stderr: Console, label: str) -> Any:
+def _make_progress_bar(stderr: Console, label: str) -> Any:
     from rich.progress import track
 
     def show_progress(items: Sequence[Any]) -> Iterable[Any]:
@@ -201,38 +206,38 @@ def _truncate_title(text: str, limit: int = 80) -> str:
 
 
 def _print_findings(
-    console: Console, arguments: argparse.Namespace, seen: MeasuredHeads, text: Tokens, found: Found, sentence: str,
+    console: Console, arguments: argparse.Namespace, seen: MeasuredHeads, text: Tokens, found: FoundRoles, sentence: str,
     rest: headline.SpecialTokenHeads | None, notes: Sequence[str],
 ) -> None:  # fmt: skip
     """Print one screen: the headline, the table of roles, the share of special tokens, the notes and the textbook pairs."""
     console.print(sentence, style="bold")
     console.print()
     if arguments.all:
-        console.print(_head_table(found))
+        console.print(_build_head_table(found))
     else:
-        console.print(_role_table(found))
-    measured = next((card.on for card in found.cards if card.on not in ("", "this text")), None)
+        console.print(_build_role_table(found))
+    measured = next((card.measured_on for card in found.cards if card.measured_on not in ("", "this text")), None)
     if measured is not None:
         console.print(f"Scores and baselines were measured on {measured}; the last column is for this text.")
     number = len({(card.layer, card.head) for card in found.measured})
-    console.print(f"{len(found.without_role)} of {number} heads have {NO_ROLE}.")
+    console.print(f"{len(found.heads_without_role)} of {number} heads have {NO_ROLE}.")
     for line in (*([] if rest is None else [str(rest)]), *notes):
         console.print(line)
     if " ".join(text.words) == EXAMPLE_SENTENCE:
         console.print("\nTextbook claims about this sentence, each with the head of the largest weight:")
         # if nearly all words of a head attend to one word, a pair with that word is not evidence
-        common_key = {card.name: card.pair[1] for card in found.of_role("one word for all") if card.pair}
-        for pair in headline.strongest_head_per_pair(seen, text, _TEXTBOOK_PAIRS):
+        common_key = {card.name: card.pair[1] for card in found.cards_of_role("one word for all") if card.pair}
+        for pair in headline.find_strongest_head_per_pair(seen, text, _TEXTBOOK_PAIRS):
             verdict = "yes" if pair.weight > 0.5 else "weakly" if pair.weight > 0.2 else "no"
             if common_key.get(pair.head) == pair.key:
                 verdict = "not specifically (nearly all words do)"
             console.print(f"  {pair.query} attends to {pair.key}: {verdict}, at most {pair.weight:.2f} ({pair.head})")
 
 
-def _role_table(found: Found) -> Any:
+def _build_role_table(found: FoundRoles) -> Any:
     """One row per role: its best head, score and baseline, and the strongest pair in this text."""
-    table = _new_rich_table("role", "head", "score", "baseline", "strongest pair here")
-    rows = [(role, found.of_role(role)) for role in dict.fromkeys(card.role for card in found.cards)]
+    table = _make_rich_table("role", "head", "score", "baseline", "strongest pair here")
+    rows = [(role, found.cards_of_role(role)) for role in dict.fromkeys(card.role for card in found.cards)]
     order = {role.name: number for number, role in enumerate(ROLES)}
     for role, cards in sorted(rows, key=lambda row: order.get(row[0], len(order)))[:_MAX_ROLE_ROWS]:
         more = f" and {len(cards) - 1} more" if len(cards) > 1 else ""
@@ -241,11 +246,11 @@ def _role_table(found: Found) -> Any:
     return table
 
 
-def _head_table(found: Found) -> Any:
+def _build_head_table(found: FoundRoles) -> Any:
     """One row per head and role, with the heads that have no role."""
-    table = _new_rich_table("head", "role", "score", "95 % interval", "baseline", "effect", "strongest pair here")
+    table = _make_rich_table("head", "role", "score", "95 % interval", "baseline", "effect", "strongest pair here")
     for layer, head in sorted({(card.layer, card.head) for card in found.measured}):
-        cards = found.of_head(layer, head)
+        cards = found.cards_of_head(layer, head)
         for card in cards:
             table.add_row(card.name, card.role, *_card_to_table_cells(card))
         if not cards:
@@ -260,7 +265,7 @@ def _card_to_table_cells(card: Card) -> list[str]:
     return [f"{card.score:.2f}", f"{card.low:.2f}-{card.high:.2f}", f"{card.baseline:.2f}", effect, pair]
 
 
-def _new_rich_table(*columns: str) -> Any:
+def _make_rich_table(*columns: str) -> Any:
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, header_style="dim")

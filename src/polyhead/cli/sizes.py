@@ -27,8 +27,8 @@ _TABLE_NOTES = (
     "its pooler and without a language-model head; Turc 2019 (tiny to medium) counts that head. “equal”: whether the count, rounded "
     "to the significant digits of the published one (trailing zeros are not significant), is equal to it. Heads: query heads, or "
     "query heads/key-value heads.",
-    "FLOPs per token: 2 x the weights that a token is multiplied by, in the layers and in the language-model head of GPT and Llama; "
-    "an embedding is a lookup. Attention: 2 x 2 x layers x heads x head_dim x keys for a token with this number of keys.",
+    "FLOPs per token: 2 x the parameters of all linear layers, including the language-model head of GPT and Llama; embedding lookups "
+    "are not counted. Attention: 2 x 2 x layers x heads x head_dim x keys for a token with this number of keys.",
     "Cache per token: 2 x layers x kv_heads x head_dim x 2 bytes (float16 or bfloat16). BERT reads the whole text at once and has "
     "no cache.",
 )
@@ -59,7 +59,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "names", nargs="*", metavar="NAME", help="list only sizes whose name contains NAME, such as gpt2-xl"
     )
     parser.add_argument(
-        "--context", type=int, metavar="N", help="number of keys per token (default: the maximum of the model)"
+        "--context", type=int, metavar="N", help="context length: keys per token (default: the maximum of the model)"
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.set_defaults(run=run)
@@ -111,10 +111,10 @@ def count_model_sizes(names: Sequence[str] = (), *, context: int | None = None) 
         raise ValueError(f"NAME must be part of the name of a size, got {unknown!r}; there are {', '.join(known)}")
     for name, (kind, config, published) in known.items():
         if not names or any(part.lower() in name for part in names):
-            yield _count_one_model(name, kind, config, published, context)
+            yield _measure_model_size(name, kind, config, published, context)
 
 
-def _count_one_model(name: str, kind: Any, config: Any, published: str | None, context: int | None) -> ModelSize:
+def _measure_model_size(name: str, kind: Any, config: Any, published: str | None, context: int | None) -> ModelSize:
     with torch.device("meta"):
         model: nn.Module = kind(config)
     layers = [layer for layer in model.modules() if isinstance(layer, TransformerLayer)]
@@ -166,9 +166,9 @@ def _print_table(counted: Sequence[ModelSize]) -> None:
     except ImportError:
         raise ImportError("printing the table requires rich: pip install 'polyhead[inspect]', or pass --json") from None
     console = Console(markup=False, highlight=False)
-    rows = [_table_cells(size) for size in counted]
+    rows = [_format_table_cells(size) for size in counted]
     # a file or a pipe has no width that would limit the table
-    shown = _columns_that_fit(rows, console.width) if console.is_terminal else list(_COLUMN_PRIORITY)
+    shown = _select_columns_that_fit(rows, console.width) if console.is_terminal else list(_COLUMN_PRIORITY)
     table = Table(box=None, pad_edge=False, padding=(0, _COLUMN_GAP, 0, 0))
     for title in shown:
         table.add_column(title, justify="left" if title == "name" else "right", no_wrap=True)
@@ -184,7 +184,7 @@ def _print_table(counted: Sequence[ModelSize]) -> None:
         console.print(f"\n{line}", soft_wrap=not console.is_terminal)
 
 
-def _table_cells(size: ModelSize) -> dict[str, str]:
+def _format_table_cells(size: ModelSize) -> dict[str, str]:
     cells = (
         size.name,
         f"{size.layers}",
@@ -206,7 +206,7 @@ def _table_width(rows: Sequence[dict[str, str]], titles: Sequence[str]) -> int:
     return sum(max(len(title), *(len(row[title]) for row in rows)) + _COLUMN_GAP for title in titles) - _COLUMN_GAP
 
 
-def _columns_that_fit(rows: Sequence[dict[str, str]], width: int) -> list[str]:
+def _select_columns_that_fit(rows: Sequence[dict[str, str]], width: int) -> list[str]:
     """The columns that fit into `width` characters: the least important ones are dropped first."""
     shown = list(_COLUMN_PRIORITY)
     for priority in sorted(set(_COLUMN_PRIORITY.values()) - {0}, reverse=True):

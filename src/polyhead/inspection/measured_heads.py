@@ -25,7 +25,7 @@ Result = TypeVar("Result")
 
 
 class MeasuredHeads(Mapping[str, Heads]):
-    """Heads by the names of their layers, in one row of the batch. It is passed on in their place to compute nothing twice."""
+    """Heads by the names of their layers, in one batch entry. Functions pass it on instead of the heads, so that nothing is computed twice."""
 
     def __init__(self, heads: Heads | Mapping[str, Heads], batch: int = 0) -> None:
         if not isinstance(heads, (Heads, Mapping)):
@@ -41,11 +41,11 @@ class MeasuredHeads(Mapping[str, Heads]):
                 )
         total = sum(len(view.part.indices("heads")) for view in views.values())
         self.batch = batch
-        self.layers = {name: MeasuredLayer(view, batch, _heatmap_size(total)) for name, view in views.items()}
+        self.layers = {name: MeasuredLayer(view, batch, _choose_heatmap_size(total)) for name, view in views.items()}
 
     @classmethod
-    def of(cls, heads: Heads | Mapping[str, Heads], batch: int = 0) -> MeasuredHeads:
-        """The heads as they are if they are measured in this row already."""
+    def wrap(cls, heads: Heads | Mapping[str, Heads], batch: int = 0) -> MeasuredHeads:
+        """Wrap heads; heads that are wrapped for this batch entry already are returned as they are."""
         return heads if isinstance(heads, MeasuredHeads) and heads.batch == batch else cls(heads, batch)
 
     def __getitem__(self, name: str) -> Heads:
@@ -58,14 +58,14 @@ class MeasuredHeads(Mapping[str, Heads]):
         return len(self.layers)
 
 
-def _heatmap_size(heads: int) -> int:
+def _choose_heatmap_size(heads: int) -> int:
     """The side of a head's map, so that those of all heads fit into `MAX_HEATMAPS_BYTES`."""
     fitting = [size for size in (256, 192, 128, 96, 64, 48) if 2 * heads * size * size <= MAX_HEATMAPS_BYTES]
     return fitting[0] if fitting else 32
 
 
 class MeasuredLayer:
-    """The heads of one layer in one row of the batch."""
+    """The heads of one layer in one batch entry."""
 
     def __init__(self, heads: Heads, batch: int, map_size: int) -> None:
         self.heads, self.map_size = heads, map_size
@@ -74,21 +74,21 @@ class MeasuredLayer:
 
     @cached_property
     def view(self) -> Heads:
-        """A lasting view on the row, on the CPU."""
+        """A lasting view of the batch entry, on the CPU."""
         return self.heads.row(self._batch).cpu()
 
     @cached_property
     def weights(self) -> Float[Tensor, "heads queries keys"]:
-        """All weights of the row, on the CPU."""
-        return self._weights_of_row(self.heads)
+        """All weights of the batch entry, on the CPU."""
+        return self._weights_of_batch_entry(self.heads)
 
-    def weights_of(self, queries: Sequence[int]) -> Float[Tensor, "heads some keys"]:
+    def weights_of_queries(self, queries: Sequence[int]) -> Float[Tensor, "heads some keys"]:
         """The weights of some queries; those of a short text are computed for all queries and kept."""
         if max(self.heads.shape[-2:]) <= MAX_SHORT_TEXT_TOKENS:
             return self.weights[:, queries]
-        return self._weights_of_row(self.heads.select(queries=queries))
+        return self._weights_of_batch_entry(self.heads.select(queries=queries))
 
-    def _weights_of_row(self, heads: Heads) -> Float[Tensor, "heads queries keys"]:
+    def _weights_of_batch_entry(self, heads: Heads) -> Float[Tensor, "heads queries keys"]:
         lead = heads.shape[:-3]
         row = tuple(int(i) for i in np.unravel_index(self._batch, lead)) if lead else ()
         with torch.no_grad():
@@ -125,13 +125,13 @@ class LayerMetrics:
     @torch.no_grad()
     def __init__(self, view: Heads, special: Bool[Tensor, " keys"], size: int) -> None:
         keys = len(special)
-        on = {"self": "self", "previous": "previous", "next": "next", "first": "first", "special": special}
+        targets = {"self": "self", "previous": "previous", "next": "next", "first": "first", "special": special}
         named: dict[str, Any] = {
             "entropy": "entropy", "distance": "distance", "top": ("top", min(TOP_KEYS_PER_QUERY, keys)),
             "map": ("heatmap", size), "share map": ("contribution", "heatmap", size),
             "total": ("contribution", "mass", torch.ones(keys, dtype=torch.bool)),
-            **{f"weight {name}": ("mass", place) for name, place in on.items()},
-            **{f"share {name}": ("contribution", "mass", place) for name, place in on.items()},
+            **{f"weight {name}": ("mass", target) for name, target in targets.items()},
+            **{f"share {name}": ("contribution", "mass", target) for name, target in targets.items()},
         }  # fmt: skip
         answers = dict(zip(named, view.measure(*named.values()), strict=True))
         self.top, found = (squeeze_batch(x, 3) for x in answers.pop("top"))
@@ -142,9 +142,9 @@ class LayerMetrics:
         }
         self.numbers = {name: squeeze_batch(x, 2) for name, x in answers.items()}
         self.total = self.numbers.pop("total")
-        self._sum_keys(len(view.part.indices("queries")), keys)
+        self._convert_map_means_to_key_sums(len(view.part.indices("queries")), keys)
 
-    def _sum_keys(self, queries: int, keys: int) -> None:
+    def _convert_map_means_to_key_sums(self, queries: int, keys: int) -> None:
         """Turn the maps' means over pairs into means over queries of sums over keys; contributions into shares of a row."""
         height, width = self.maps["weight"].shape[-2:]
         among_keys = (torch.arange(keys) * width // keys).bincount()
@@ -154,20 +154,20 @@ class LayerMetrics:
             maps *= among_keys
         self.maps["share"] /= total.clamp(min=1e-30)[..., None]
 
-    def share(self, on: str) -> Float[Tensor, "heads queries"]:
-        """The share of each query's contributions that lies on a place."""
-        return self.numbers[f"share {on}"] / self.total.clamp(min=1e-30)
+    def contribution_share(self, target: str) -> Float[Tensor, "heads queries"]:
+        """The share of each query's contributions that comes from a target: "self", "previous", "next", "first" or "special"."""
+        return self.numbers[f"share {target}"] / self.total.clamp(min=1e-30)
 
-    def means(self, words: Bool[Tensor, " queries"]) -> dict[str, Any]:
+    def mean_over_words(self, words: Bool[Tensor, " queries"]) -> dict[str, Any]:
         """Means over the queries that are words and have a key; over all queries if there is none."""
         counts = words & (self.top[..., 0] > 0)
         counts = counts if bool(counts.any()) else torch.ones_like(counts)
         mean = lambda x: to_json_numbers((x * counts).sum(1) / counts.sum(1).clamp(min=1))
         stats: dict[str, Any] = {"weight": {}, "share": {}}
         for name, numbers in self.numbers.items():
-            measure, _, on = name.partition(" ")
-            if on:
-                stats[measure][on] = mean(numbers if measure == "weight" else self.share(on))
+            measure, _, target = name.partition(" ")
+            if target:
+                stats[measure][target] = mean(numbers if measure == "weight" else self.contribution_share(target))
             else:
                 stats[measure] = mean(numbers)
         return stats

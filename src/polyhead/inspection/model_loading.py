@@ -20,7 +20,7 @@ from polyhead.models.pretrained import CLASS_BY_MODEL_TYPE
 _MAX_UNSTORED_PARAMETERS = 1 << 24
 
 
-def load_text_model(name: str | None = None) -> tuple[nn.Module, Tokenizer]:
+def load_model_and_tokenizer(name: str | None = None) -> tuple[nn.Module, Tokenizer]:
     """The default model in evaluation mode and its tokenizer, or those of a folder, an installed package, or an id that transformers knows.
 
     Raises:
@@ -30,13 +30,13 @@ def load_text_model(name: str | None = None) -> tuple[nn.Module, Tokenizer]:
     """
     if name is None:
         return models.default()
-    found = resolve_folder_or_id(name)
+    found = resolve_model_folder_or_hub_id(name)
     if isinstance(found, Path) and _read_model_type(found) in (None, *CLASS_BY_MODEL_TYPE):
         return models.load(found)
     return _load_transformers_with_tokenizer(str(found))
 
 
-def resolve_folder_or_id(name: str) -> Path | str:
+def resolve_model_folder_or_hub_id(name: str) -> Path | str:
     """The folder of a model, possibly in an installed package; or the name itself if it has the form of a Hub id.
 
     Raises:

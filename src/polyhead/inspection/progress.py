@@ -10,6 +10,6 @@ Progress = Callable[[Sequence[Any]], Iterable[Any]]
 """Wraps a list, as `rich.progress.track` and `tqdm` do."""
 
 
-def track(items: Sequence[Item], progress: Progress | None) -> Iterable[Item]:
+def wrap_with_progress(items: Sequence[Item], progress: Progress | None) -> Iterable[Item]:
     """The items, wrapped if a progress bar was passed."""
     return items if progress is None else progress(items)

@@ -1,4 +1,4 @@
-"""What inspection computes from a view of the heads."""
+"""Helpers: batch size, graph and grid layout, and allowed keys of a `Heads` view."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch import Tensor
 from polyhead.heads import Heads
 from polyhead.heads.grid_view import TokenGrid, find_token_grid
 
-# Biases below this are masks: transformers adds the lowest finite number to forbidden scores.
+# Additive biases below this count as -inf: transformers adds the lowest finite number to forbidden scores.
 _MASK_BIAS_THRESHOLD = -1e4
 
 
-def count_batch_rows(heads: Heads) -> int:
-    """The number of rows of the batch, over all batch axes."""
+def count_batch_entries(heads: Heads) -> int:
+    """The number of batch entries, over all batch axes."""
     return heads.shape[: -len(heads.part.axes)].numel()
 
 
@@ -43,13 +43,13 @@ def describe_unknown_layers(heads: Mapping[str, Heads], tokens: int) -> list[str
     return [f"Left out: {shown}. It is not known whether their queries and keys are the same tokens."]
 
 
-def token_grid_of_view(heads: Heads, grid: Sequence[int] | None) -> TokenGrid:
+def find_token_grid_of_view(heads: Heads, grid: Sequence[int] | None) -> TokenGrid:
     """The grid positions of queries and keys."""
     return find_token_grid(heads.part, grid)
 
 
 def allowed_keys_mask(heads: Heads, queries: Int[Tensor, " queries"], batch: int = 0) -> Bool[Tensor, "queries keys"]:
-    """Which keys these queries may attend to, in the first head of a row of the batch."""
+    """Which keys these queries may attend to, for head 0 of one batch entry."""
     call, keys = heads.part.call, heads.shape[-1]
     key, first = (
         torch.arange(keys, device=queries.device),

@@ -15,7 +15,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from polyhead import _files, _limits
-from polyhead.inspection.model_loading import find_model_file, load_transformers_model, resolve_folder_or_id
+from polyhead.inspection.model_loading import find_model_file, load_transformers_model, resolve_model_folder_or_hub_id
 from polyhead.models import checkpoint_files
 
 # Files of transformers with preprocessing options, and the key of the options; the first one wins, as it does there.
@@ -34,43 +34,45 @@ class VisionModel(NamedTuple):
     # preprocessing options from the model's folder
     options: Mapping[str, Any]
 
-    def prepare(self, image: Any) -> Float[Tensor, "1 3 height width"]:
+    def preprocess(self, image: Any) -> Float[Tensor, "1 3 height width"]:
         """A cropped image as the model's input."""
         height, width = self.size
-        if self._option("do_resize", True):
-            image = image.resize((width, height), resample=int(self._option("resample", 2)))
+        if self._get_option("do_resize", True):
+            image = image.resize((width, height), resample=int(self._get_option("resample", 2)))
         elif image.size != (width, height):
             raise ValueError(
                 f"image must have {height} x {width} pixels, since {self.name} has do_resize: false, got {image.size[1]} x "
                 f"{image.size[0]}"
             )
         x = torch.from_numpy(np.array(image)).permute(2, 0, 1).float()
-        if self._option("do_rescale", True):
-            x = x * self._option("rescale_factor", 1 / 255)
-        if self._option("do_normalize", True):
-            mean, std = (torch.tensor(self._option(name, 0.5)).view(-1, 1, 1) for name in ("image_mean", "image_std"))
+        if self._get_option("do_rescale", True):
+            x = x * self._get_option("rescale_factor", 1 / 255)
+        if self._get_option("do_normalize", True):
+            mean, std = (
+                torch.tensor(self._get_option(name, 0.5)).view(-1, 1, 1) for name in ("image_mean", "image_std")
+            )
             x = (x - mean) / std
         return x[None]
 
     @property
-    def notes(self) -> list[str]:
+    def preprocessing_notes(self) -> list[str]:
         """Notes for the reader about preprocessing."""
         missing = [name for name in ("image_mean", "image_std") if self.options.get(name) is None]
-        if not missing or not self._option("do_normalize", True):
+        if not missing or not self._get_option("do_normalize", True):
             return []
         return [
             f"{self.name} has no {' and '.join(missing)}; 0.5 was assumed. Heads may behave differently if it was trained with other values."
         ]
 
-    def _option(self, name: str, default: Any) -> Any:
+    def _get_option(self, name: str, default: Any) -> Any:
         """An option, or the default if it is absent or null; 0 and False are values."""
         value = self.options.get(name)
         return default if value is None else value
 
-    def crop(self, image: Any) -> Any:
+    def center_crop(self, image: Any) -> Any:
         """The centre crop that the model sees, or the whole image."""
         crop, size = self.options.get("crop_size"), self.options.get("size")
-        resized = self._option("do_resize", True)
+        resized = self._get_option("do_resize", True)
         if not self.options.get("do_center_crop") or crop is None or (size is None and resized):
             return image
         down, across = _to_height_and_width(crop)
@@ -80,13 +82,13 @@ class VisionModel(NamedTuple):
         width, height = image.size
         if shortest is not None:
             scale = min(width, height) / shortest
-            high, wide = min(height, down * scale), min(width, across * scale)
+            crop_height, crop_width = min(height, down * scale), min(width, across * scale)
         else:
             rows, columns = _to_height_and_width(size)
-            high, wide = height * min(1, down / rows), width * min(1, across / columns)
-        wide, high = round(wide), round(high)
-        left, top = (width - wide) // 2, (height - high) // 2
-        return image.crop((left, top, left + wide, top + high))
+            crop_height, crop_width = height * min(1, down / rows), width * min(1, across / columns)
+        crop_width, crop_height = round(crop_width), round(crop_height)
+        left, top = (width - crop_width) // 2, (height - crop_height) // 2
+        return image.crop((left, top, left + crop_width, top + crop_height))
 
 
 def load_vision_model(name: str | None) -> VisionModel:
@@ -101,7 +103,7 @@ def load_vision_model(name: str | None) -> VisionModel:
         raise ValueError(
             f"model must be given for images, since there is no default; pass --model M: {_SUPPORTED_MODELS_HINT}"
         )
-    name = str(resolve_folder_or_id(name))
+    name = str(resolve_model_folder_or_hub_id(name))
     model = load_transformers_model(name)
     model = getattr(model, "vision_model", model)
     if not any("attention" in type(module).__name__.lower() for module in model.modules()):
@@ -129,8 +131,8 @@ def _read_preprocessing_options(name: str) -> Mapping[str, Any]:
         path = find_model_file(name, file)
         if path is None:
             continue
-        whole = checkpoint_files.read_json(path)
-        found = whole if key is None else whole.get(key)
+        content = checkpoint_files.read_json(path)
+        found = content if key is None else content.get(key)
         if found is None:
             continue
         if not isinstance(found, dict):
@@ -162,7 +164,9 @@ def _to_height_and_width(size: Any) -> tuple[int, int]:
     else:
         each = tuple(size) if isinstance(size, Sequence) else (size, size)
     if len(each) != 2 or not all(isinstance(n, int) and n > 0 for n in each):
-        raise ValueError(f"model must have sizes of one positive integer, or a height and a width, got {size!r}")
+        raise ValueError(
+            f"image_size, patch_size, size and crop_size must be a positive int or (height, width), got {size!r}"
+        )
     return int(each[0]), int(each[1])
 
 
@@ -199,7 +203,7 @@ def read_image(path: str | Path) -> Any:
 
 def _check_pixel_count(width: int, height: int) -> None:
     if width * height > _limits.IMAGE_PIXELS:
-        raise ValueError(f"it must have at most {_limits.IMAGE_PIXELS:,} pixels, got {width:,} x {height:,}")
+        raise ValueError(f"it has more than {_limits.IMAGE_PIXELS:,} pixels, {width:,} x {height:,}")
 
 
 def _to_rgb(image: Any) -> Any:

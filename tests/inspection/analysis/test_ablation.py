@@ -62,7 +62,7 @@ def test_a_head_without_output_is_a_head_that_is_not_read(torchs, data):
     for layer, values in enumerate(found.without.values()):
         wanted = torch.tensor([without(model, layer, [head], loss) - found.base for head in range(3)])
         assert_close(values, wanted, atol=1e-5, rtol=1e-4)
-    assert found.ranked()[0] == min(
+    assert found.rank_heads()[0] == min(
         (ablation.Head(name, h) for name in found.without for h in range(3)),
         key=lambda head: found.without[head.name][head.head],
     )
@@ -76,7 +76,7 @@ def test_many_heads_in_one_batch(tokens, by, monkeypatch):
     model, table = Model().eval(), torch.randn(9, 12)
     ids = torch.tensor([3, 1, 4, 1, 5])
     embed = lambda ids: model(table[ids]).mean(-2)
-    wanted = ablation.ablate(model, ablation.embedding_change(lambda: embed(ids[None])), by)
+    wanted = ablation.ablate(model, ablation.embedding_change_loss(lambda: embed(ids[None])), by)
     found = ablation.ablate_embedding(model, embed, ids, by)
     for name, values in wanted.without.items():
         assert_close(found.without[name], values, atol=1e-6, rtol=1e-4)
@@ -133,7 +133,7 @@ def test_a_curve_of_heads_that_go_one_after_the_other(data):
     model = Model().eval()
     loss = loss_of(model, data)
     order = [ablation.Head("layers.1", 2), ablation.Head("layers.0", 0), ablation.Head("layers.1", 0)]
-    curve = ablation.prune(model, loss, order)
+    curve = ablation.ablate_cumulatively(model, loss, order)
     assert len(curve) == 4
     assert_close(curve[0], float(loss().detach()))
     assert_close(curve[1], without(model, 1, [2], loss), atol=1e-5, rtol=1e-5)
@@ -142,7 +142,7 @@ def test_a_curve_of_heads_that_go_one_after_the_other(data):
         model.layers[0].o_proj.weight[:, :4] = 0
         model.layers[1].o_proj.weight[:, [0, 1, 2, 3, 8, 9, 10, 11]] = 0
     assert_close(curve[3], float(loss().detach()), atol=1e-5, rtol=1e-5)
-    assert_close(ablation.prune(model, loss, []), [float(loss().detach())])
+    assert_close(ablation.ablate_cumulatively(model, loss, []), [float(loss().detach())])
 
 
 def test_progress_sees_every_head(data):
@@ -172,19 +172,19 @@ def test_ready_losses():
     table, ids = torch.randn(11, 11), torch.randint(0, 10, (3, 6))
     logits = lambda ids: table[ids]
     wanted = -torch.stack([table[a].log_softmax(-1)[b] for row in ids for a, b in itertools.pairwise(row)]).mean()
-    assert_close(ablation.causal_lm(logits, ids)(), wanted)
+    assert_close(ablation.causal_lm_loss(logits, ids)(), wanted)
 
     keep = torch.zeros(3, 6, dtype=torch.bool)
     keep[:, 0] = True
-    loss = ablation.masked_lm(logits, ids, 10, share=0.5, keep=keep)
+    loss = ablation.masked_lm_loss(logits, ids, 10, share=0.5, keep=keep)
     assert_close(loss(), loss())
     hidden = []
-    ablation.masked_lm(lambda masked: hidden.append(masked) or logits(masked), ids, 10, share=0.5, keep=keep)()
+    ablation.masked_lm_loss(lambda masked: hidden.append(masked) or logits(masked), ids, 10, share=0.5, keep=keep)()
     assert (hidden[0] == 10).any() and not (hidden[0][:, 0] == 10).any()
     assert_close(loss(), -table[10].log_softmax(-1)[ids[hidden[0] == 10]].mean())
 
     vector = torch.tensor([[1.0, 0.0]])
-    change = ablation.embedding_change(lambda: vector)
+    change = ablation.embedding_change_loss(lambda: vector)
     assert float(change()) == 0
     vector = torch.tensor([[1.0, 1.0]])
     assert math.isclose(float(change()), 1 - math.sqrt(0.5), rel_tol=1e-6)
@@ -200,7 +200,7 @@ def test_ready_losses():
             r"loss must return a tensor of one number, got \(3,\)",
         ),
         (
-            lambda: ablation.masked_lm(lambda x: x, torch.zeros(1, 3).long(), 1, share=0.0),
+            lambda: ablation.masked_lm_loss(lambda x: x, torch.zeros(1, 3).long(), 1, share=0.0),
             "share must mask at least one of 3 tokens, got 0.0",
         ),
     ],
@@ -226,6 +226,6 @@ def test_a_loss_may_call_any_part_of_the_model():
     inside, whole = ablation.ablate(model, loss), ablation.ablate(model.body, loss)
     for found, wanted in zip(inside.without.values(), whole.without.values(), strict=True):
         assert_close(found, wanted)
-    assert len(set(ablation.prune(model, loss, inside.ranked()))) == 7
+    assert len(set(ablation.ablate_cumulatively(model, loss, inside.rank_heads()))) == 7
     with pytest.raises(ValueError, match=r"order: body.layers.7 made no attention call in this loss"):
-        ablation.prune(model, loss, [ablation.Head("body.layers.7", 0)])
+        ablation.ablate_cumulatively(model, loss, [ablation.Head("body.layers.7", 0)])

@@ -49,7 +49,7 @@ def drawn(items, features, seed, *lead):
 
 
 def whole(weights):
-    """Margins and own weights from a whole matrix of weights, without sinks: log p differs from the scores by one number a row."""
+    """Margins and own weights from a whole matrix of weights, without sinks: log p differs from the scores by one constant per row."""
     own = torch.eye(weights.shape[-1], dtype=torch.bool)
     weight = weights.diagonal(dim1=-2, dim2=-1)
     return weight.log() - weights.masked_fill(own, 0).amax(-1).log(), weight
@@ -63,10 +63,10 @@ def test_a_token_peaks_on_itself_iff_no_projection_on_it_is_longer(items, featur
     cosine = F.cosine_similarity(x[:, None], x[None], dim=-1)
     expected = (norm * cosine <= norm[:, None] * (1 + 1e-12)).all(-1)
     found = self_dominance(x)
-    assert torch.equal(found.peaks, expected)
-    assert found.share == expected.double().mean()
+    assert torch.equal(found.peaks_on_self, expected)
+    assert found.share_peaking_on_self == expected.double().mean()
     # the longest token is one of them, whatever the others are
-    assert found.peaks[norm.argmax()]
+    assert found.peaks_on_self[norm.argmax()]
     # S_ij − S_ii = ½(|x_j|² − |x_i|² − |x_i − x_j|²)
     apart = torch.cdist(x, x, compute_mode="donot_use_mm_for_euclid_dist").square()
     above = (norm.square() - norm.square()[:, None] - apart) / 2
@@ -79,7 +79,7 @@ def test_a_token_peaks_on_itself_iff_no_projection_on_it_is_longer(items, featur
 def test_with_equal_norms_all_do_and_the_weight_is_known(items, features, seed):
     x = F.normalize(drawn(items, features, seed), dim=-1)
     found = self_dominance(x)
-    assert found.peaks.all()
+    assert found.peaks_on_self.all()
     apart = torch.cdist(x, x, compute_mode="donot_use_mm_for_euclid_dist").square()
     others = (-apart / (2 * math.sqrt(features))).exp().sum(-1) - 1
     assert_close(found.weight, 1 / (1 + others), atol=1e-12, rtol=0)
@@ -87,10 +87,10 @@ def test_with_equal_norms_all_do_and_the_weight_is_known(items, features, seed):
 
 def test_unequal_norms_break_it():
     found = self_dominance(torch.tensor([[1.0, 0.0], [2.0, 0.0]]), scale=1.0)
-    assert found.peaks.tolist() == [False, True]
+    assert found.peaks_on_self.tolist() == [False, True]
     assert found.margin.tolist() == [-1.0, 2.0]
     assert_close(found.weight, torch.tensor([1 / (1 + math.e), 1 / (1 + math.exp(-2))], dtype=torch.float64))
-    assert found.share == 0.5
+    assert found.share_peaking_on_self == 0.5
 
 
 def test_the_scale_multiplies_margins():
@@ -107,12 +107,12 @@ def test_tokens_that_are_there_twice_tie(name, dtype):
     few = F.normalize(torch.randn(37, 15, dtype=torch.float64), dim=-1).to(dtype)
     # 37 and 74 are no multiples of what a product is computed in
     found = self_dominance(torch.cat((few, few)), layer)
-    assert torch.equal(found.peaks[..., :37], found.peaks[..., 37:])
+    assert torch.equal(found.peaks_on_self[..., :37], found.peaks_on_self[..., 37:])
     assert found.margin.le(0).all()
     assert found.margin.eq(0).sum() >= (74 if layer is None and dtype == torch.float64 else 2)
     same = self_dominance(few[:1].expand(23, 15), layer)
     assert same.margin.eq(0).all()
-    assert same.share.eq(1).all()
+    assert same.share_peaking_on_self.eq(1).all()
 
 
 def test_linear_maps_free_tokens():
@@ -123,8 +123,8 @@ def test_linear_maps_free_tokens():
         layer.q_proj.weight.copy_(20 * torch.cat((torch.eye(8).roll(-1, 1), torch.eye(8))))
         layer.k_proj.weight.copy_(torch.eye(8).repeat(2, 1))
     found, (_, heads) = self_dominance(tokens, layer), layer(tokens)
-    assert self_dominance(tokens).share == 1
-    assert found.share.tolist() == [0, 1]
+    assert self_dominance(tokens).share_peaking_on_self == 1
+    assert found.share_peaking_on_self.tolist() == [0, 1]
     assert sorted((heads.weights[0].argmax(-1) - torch.arange(8)).unique().tolist()) in ([-7, 1], [-1, 7])
     assert_close(found.margin[0], torch.full((8,), -20 / math.sqrt(8), dtype=torch.float64))
 
@@ -134,7 +134,7 @@ def test_one_map_for_both_frees_nobody_of_equal_length():
     layer = MultiHeadAttention(8, 1, bias=False, qk_norm=True)
     with torch.no_grad():
         layer.k_proj.weight.copy_(layer.q_proj.weight)
-    assert self_dominance(torch.randn(31, 8), layer).share.tolist() == [1]
+    assert self_dominance(torch.randn(31, 8), layer).share_peaking_on_self.tolist() == [1]
 
 
 @pytest.mark.parametrize("name", LAYERS)
@@ -149,10 +149,10 @@ def test_heads_are_those_of_the_layer(name):
         _, heads = layer.eval()(x)
     margin, weight = whole(heads.weights)
     assert found.margin.shape == found.weight.shape == (2, layer.num_heads, 13)
-    assert found.share.shape == (2, layer.num_heads)
+    assert found.share_peaking_on_self.shape == (2, layer.num_heads)
     assert_close(found.margin, margin, atol=1e-10, rtol=1e-9)
     assert_close(found.weight, weight, atol=1e-12, rtol=1e-9)
-    assert 0 < found.peaks.double().mean() < 1
+    assert 0 < found.peaks_on_self.double().mean() < 1
 
 
 @pytest.mark.parametrize("block", [1, 100, 1000])
@@ -187,7 +187,7 @@ def test_a_token_alone(layer):
     found = self_dominance(torch.randn(2, 1, 15), None if layer is None else LAYERS[layer]())
     assert found.margin.eq(math.inf).all()
     assert_close(found.weight, torch.ones_like(found.weight))
-    assert found.peaks.all()
+    assert found.peaks_on_self.all()
 
 
 def test_no_gradients_and_no_change():
@@ -251,4 +251,4 @@ def test_on_a_grid_and_among_some():
     assert (near.margin >= everyone.margin).all() and (near.weight >= everyone.weight).all()
     assert (self_dominance(x, over=Window(0)).margin == torch.inf).all()
     ahead = self_dominance(x, over=Window(0, 1) & torch.ones(12, 12).triu(1).bool())
-    assert not ahead.peaks.any()
+    assert not ahead.peaks_on_self.any()

@@ -11,7 +11,7 @@ from torch import nn
 from torch.testing import assert_close
 
 from polyhead import MultiHeadAttention, Stiefel
-from polyhead.inspection import captured_variance, principal_angles, subspaces
+from polyhead.inspection import captured_variance, plot_subspaces, principal_angles
 
 LAYERS = {
     "euclidean": lambda: MultiHeadAttention(17, 3, head_dim=5, value_dim=7),
@@ -144,12 +144,12 @@ def test_the_picture_shows_every_projection(name):
     own = [letter for letter in "qkv" if getattr(layer, f"{letter}_proj") is not None]
     x = {letter: torch.randn(2, 9, getattr(layer, f"{letter}_proj").in_features) for letter in own}
     for data, rows in ((None, 1), (x, 2), ({own[-1]: x[own[-1]]}, 2)):
-        figure = subspaces(layer, data)
+        figure = plot_subspaces(layer, data)
         figure.canvas.draw()
         titles = [axis.get_title().split("\n")[0] for axis in figure.axes[: len(own)]]
         assert titles == [f"W_{letter.upper()}" for letter in own]
         assert len(figure.axes) == rows * len(own) + 1
-    bars = [len(axis.patches) for axis in subspaces(layer, x).axes[len(own) : 2 * len(own)]]
+    bars = [len(axis.patches) for axis in plot_subspaces(layer, x).axes[len(own) : 2 * len(own)]]
     assert bars == [len(matrices(layer, letter)) for letter in own]
 
 
@@ -157,15 +157,15 @@ def test_the_picture_says_angles_in_degrees():
     axis = np.eye(4)
     half = (axis[:, :1] + axis[:, 1:2]) / math.sqrt(2)
     layer = spanning(*(torch.tensor(one) for one in (axis[:, :1], half)))
-    values = subspaces(layer, torch.randn(9, 4)).axes[2]
+    values = plot_subspaces(layer, torch.randn(9, 4)).axes[2]
     assert [text.get_text() for text in values.texts] == ["45", "45"]
     assert values.get_title().startswith("W_V\nmean 45°, at random ")
 
 
 def test_one_head_and_many():
-    one = subspaces(MultiHeadAttention(12, 1), torch.randn(9, 12))
+    one = plot_subspaces(MultiHeadAttention(12, 1), torch.randn(9, 12))
     assert one.axes[0].get_title() == "W_Q\none head"
-    assert not subspaces(MultiHeadAttention(34, 17)).axes[0].texts
+    assert not plot_subspaces(MultiHeadAttention(34, 17)).axes[0].texts
 
 
 def test_without_matplotlib_it_says_what_to_install(monkeypatch):
@@ -178,7 +178,7 @@ def test_without_matplotlib_it_says_what_to_install(monkeypatch):
 
     monkeypatch.setattr(builtins, "__import__", missing)
     with pytest.raises(ImportError, match=r"pip install polyhead\[plot\]"):
-        subspaces(LAYERS["stiefel"]())
+        plot_subspaces(LAYERS["stiefel"]())
 
 
 def test_error_messages():
@@ -189,7 +189,7 @@ def test_error_messages():
     nn.init.constant_(endless.q_proj.weight, torch.nan)
     refused = [
         (lambda: principal_angles(nn.Linear(2, 2)), "layer must be a MultiHeadAttention, got Linear"),
-        (lambda: subspaces(nn.Linear(2, 2)), "layer must be a MultiHeadAttention, got Linear"),
+        (lambda: plot_subspaces(nn.Linear(2, 2)), "layer must be a MultiHeadAttention, got Linear"),
         (lambda: principal_angles(layer, to=x), "to must be a MultiHeadAttention, got Tensor"),
         (
             lambda: principal_angles(layer, "o"),
@@ -212,10 +212,10 @@ def test_error_messages():
         (lambda: captured_variance(layer, x / 0), "x must be finite, got NaN or inf"),
         (lambda: captured_variance(layer, x[:1]), "x must have items that differ, got 1 equal ones"),
         (
-            lambda: subspaces(several, x),
+            lambda: plot_subspaces(several, x),
             "x must be a dict, since projections take .* 'q': 17, 'k': 13, 'v': 11, got one tensor",
         ),
-        (lambda: subspaces(layer, {"o": x}), "x must name projections of this layer, 'q', 'k', 'v', got 'o'"),
+        (lambda: plot_subspaces(layer, {"o": x}), "x must name projections of this layer, 'q', 'k', 'v', got 'o'"),
     ]
     for call, message in refused:
         with pytest.raises(ValueError, match=message):

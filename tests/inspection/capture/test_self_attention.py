@@ -143,7 +143,7 @@ def test_pooled_keys_and_cached_keys_are_not_called_the_same_items():
 
 
 def test_roles_rollout_and_page_leave_cross_attention_out(tmp_path):
-    from polyhead.inspection import positional, report
+    from polyhead.inspection import find_roles_in_text, report
     from polyhead.inspection.analysis.rollout import rollout
 
     model = nn.Transformer(24, 4, 2, 2, 40, batch_first=True).eval()
@@ -152,7 +152,7 @@ def test_roles_rollout_and_page_leave_cross_attention_out(tmp_path):
         model(source, target)
     cross = [number for number, name in enumerate(seen) if name.endswith("multihead_attn")]
     assert len(cross) == 2
-    found = positional(seen, Tokens.of_pieces(["the", "cat", "saw", "a", "dog", "run"]))
+    found = find_roles_in_text(seen, Tokens.of_pieces(["the", "cat", "saw", "a", "dog", "run"]))
     assert {card.layer for card in found.measured} == set(range(6)) - set(cross)
     with pytest.raises(ValueError, match="seen must be self-attention, got layers that attend to other tokens"):
         rollout(seen, 0)

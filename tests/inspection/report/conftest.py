@@ -19,7 +19,7 @@ def page(seen, opened):
         report(
             seen,
             texts=TEXT,
-            star=(1, 3),
+            initial_head=(1, 3),
             cards=CARDS,
             roles=ROLES,
             title="A cat",

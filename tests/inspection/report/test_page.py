@@ -16,7 +16,7 @@ def test_first_screen(page):
     assert page.locator(".tile").count() == 8
     assert page.locator('.tile[aria-selected="true"]').get_attribute("aria-label") == "L1H3, delimiter"
     assert "A note." in page.inner_text("#notes")
-    card = page.inner_text("#about .card")
+    card = page.inner_text("#head-panel .card")
     for fact in ("delimiter", "The weight rests on", "0.80", "0.70–0.90", "0.20", "40"):
         assert fact in card, fact
     assert float(page.evaluate("document.documentElement.dataset.ready")) < 5000
@@ -29,9 +29,9 @@ def test_first_screen(page):
 
 def test_select_another_head(page, seen):
     select_head(page, "L0H2")
-    assert "effect of removing the head" in page.inner_text("#about .card")
+    assert "effect of removing the head" in page.inner_text("#head-panel .card")
     select_head(page, "L0H0")
-    assert "nothing stands out" in page.inner_text("#about")
+    assert "nothing stands out" in page.inner_text("#head-panel")
     want = word_weights(seen, "encoder.layer.0", 0)
     # the special token comes before the words
     assert read_cell(page, 2, 3) == pytest.approx(float(want[1, 2]), abs=6e-4)

@@ -63,12 +63,12 @@ def test_image_is_embedded_as_png():
     image = pytest.importorskip("PIL.Image")
     for shape, size in (((3, 40, 56), (40, 56)), ((3, 1300, 700), (433, 233)), ((3, 2, 2000), (1, 500))):
         photo = torch.rand(*shape)
-        src = image_layout.encode_image(photo)["src"]
+        src = image_layout.encode_image_as_data_uri(photo)["src"]
         seen = np.asarray(image.open(io.BytesIO(base64.b64decode(src.partition(",")[2]))))
         assert seen.shape == (*size, 3)
         assert abs(float(seen.mean()) - 255 * float(photo.mean())) < 2
     small = torch.rand(3, 4, 5)
-    src = image_layout.encode_image(small)["src"]
+    src = image_layout.encode_image_as_data_uri(small)["src"]
     seen = np.asarray(image.open(io.BytesIO(base64.b64decode(src.partition(",")[2]))))
     assert np.array_equal(seen, (255 * small).round().numpy().transpose(1, 2, 0))
 
@@ -101,12 +101,12 @@ def test_image_stats():
     _, heads = layer()(torch.randn(1, 35, 32), over=Offsets(taps, GRID, padding="circular"))
     found = measure_image_stats(heads, image_layout.find_image_layout(heads, None).points)
     assert found.offset.tolist() == [list(tap) for tap in taps]
-    assert torch.allclose(found.fixed, torch.tensor([4 / 5, 1, 4 / 5 * 5 / 7, 6 / 7]))
-    assert torch.allclose(found.itself, torch.tensor([0.0, 1, 0, 0])) and not found.special.any()
+    assert torch.allclose(found.offset_share, torch.tensor([4 / 5, 1, 4 / 5 * 5 / 7, 6 / 7]))
+    assert torch.allclose(found.self_weight, torch.tensor([0.0, 1, 0, 0])) and not found.special_weight.any()
     # queries whose key is beyond the border attend to nothing and do not count
     _, cut = layer()(torch.randn(1, 35, 32), over=Offsets([*taps[:3], (1, 1)], GRID))
     found = measure_image_stats(cut, image_layout.find_image_layout(cut, None).points)
-    assert torch.equal(found.fixed, torch.ones(4)) and torch.allclose(found.entropy, torch.zeros(4))
+    assert torch.equal(found.offset_share, torch.ones(4)) and torch.allclose(found.entropy, torch.zeros(4))
     assert torch.allclose(found.distance, torch.tensor([1, 0, 5**0.5, 2**0.5]))
     # means over patches are NaN if no query is a patch
     _, pooled = layer()(torch.randn(1, 1, 32), torch.randn(1, 35, 32))
@@ -181,7 +181,7 @@ def read_weight(page):
 
 
 def test_attention_of_a_patch(opened, patches):
-    page = opened(report(patches, image=EVEN, grid=GRID, at=(4, 6), star=(1, 2), finding="A patch attends."))
+    page = opened(report(patches, image=EVEN, grid=GRID, at=(4, 6), initial_head=(1, 2), finding="A patch attends."))
     weights = patches["layer.1"].weights[0, 2]
     assert page.get_attribute("#plot .picture", "data-node") == "36"
     best = int(weights[36, 2:].argmax())
@@ -219,9 +219,11 @@ def test_attention_of_a_patch(opened, patches):
 
 
 def test_special_tokens_keyboard_and_exports(opened, patches):
-    page = opened(report(patches, image=PHOTO, grid=GRID, star=(0, 3)))
+    page = opened(report(patches, image=PHOTO, grid=GRID, initial_head=(0, 3)))
     assert page.get_attribute("#search", "placeholder") == "Find a head, such as L1H0"
-    assert "like uniform attention over" in page.inner_text("#about") and "tokens\n" in page.inner_text("#about")
+    assert "like uniform attention over" in page.inner_text("#head-panel") and "tokens\n" in page.inner_text(
+        "#head-panel"
+    )
     assert page.inner_text("#map-hint") == "The framed patch attends to patches in colour."
     assert "the framed patch’s attention" in page.inner_text("#scale")
     page.click('[data-token="1"]')
@@ -256,7 +258,7 @@ def test_special_tokens_keyboard_and_exports(opened, patches):
 
 def test_pooling_query_over_all_patches(opened, patches):
     pooled = layer(sharp=6.0)(torch.randn(1, 1, 32), torch.randn(1, 35, 32))[1]
-    page = opened(report({**patches, "pool": pooled}, image=EVEN, grid=GRID, star=(0, 0)))
+    page = opened(report({**patches, "pool": pooled}, image=EVEN, grid=GRID, initial_head=(0, 0)))
     page.mouse.move(*patch_position(page, 3, 3))
     select_head(page, "L2H1")
     assert page.get_attribute("#plot .picture", "data-node") == "0"
@@ -265,7 +267,7 @@ def test_pooling_query_over_all_patches(opened, patches):
     page.mouse.move(*patch_position(page, 1, 1))
     assert darkest_patch(page) == [best // 7, best % 7]
     # no query is a patch: there are no means over patches, and no patch is framed
-    about = page.inner_text("#about")
+    about = page.inner_text("#head-panel")
     assert "entropy" not in about and "mean attention distance" not in about and "strongest offset" not in about
     assert page.inner_text("#map-hint") == "The selected token attends to patches in colour."
     assert "the selected token" in page.inner_text("#scale")
@@ -296,7 +298,7 @@ def test_layers_with_different_grids_and_without(opened):
         "text": layer()(torch.randn(8, 32))[1],
         "graph": layer()(torch.randn(4, 32), over=Graph(torch.tensor([[0, 1], [1, 2]]), 4))[1],
     }
-    page = opened(report(named, image=EVEN, at=(4, 7), star=(0, 1), texts={"text": TEXT}))
+    page = opened(report(named, image=EVEN, at=(4, 7), initial_head=(0, 1), texts={"text": TEXT}))
     select_head(page, "L1H0")
     # with stride 2 the query (2, 3) is at the key (4, 6)
     assert page.get_attribute("#plot .picture", "data-node") == "11"
@@ -306,8 +308,8 @@ def test_layers_with_different_grids_and_without(opened):
     assert "3 × 4 queries, 6 × 8 points" in page.inner_text("#stage")
     # the table would be empty, so there is none
     assert page.locator(
-        "#about table"
-    ).count() == 0 and "of the queries have the same strongest offset" in page.inner_text("#about")
+        "#head-panel table"
+    ).count() == 0 and "of the queries have the same strongest offset" in page.inner_text("#head-panel")
     assert page.inner_text("#map-hint") == "The framed query attends to points in colour."
     assert page.locator('[data-key="direction"]').count() == 0
     select_head(page, "L2H0")
@@ -322,22 +324,22 @@ def test_layers_with_different_grids_and_without(opened):
 
 
 def test_layers_with_different_grids_show_the_same_location(opened):
-    """`at` refers to the layer of `star`; the other layers show the same location."""
+    """`at` refers to the layer of `initial_head`; the other layers show the same location."""
     named = {
         "fine": layer()(torch.randn(48, 32), over=Grid(6, 8, window=5))[1],
         "text": layer()(torch.randn(8, 32))[1],
         "coarse": layer()(torch.randn(12, 32), over=Grid(3, 4, window=3))[1],
     }
     selected = lambda page: int(page.get_attribute("#plot .picture", "data-node"))
-    data = content(report(named, image=EVEN, at=(2, 3), star=(2, 1), texts={"text": TEXT}))["image"]
+    data = content(report(named, image=EVEN, at=(2, 3), initial_head=(2, 1), texts={"text": TEXT}))["image"]
     assert (data["first"], data["of"]) == (11, 2)
-    page = opened(report(named, image=EVEN, at=(2, 3), star=(2, 1), texts={"text": TEXT}))
+    page = opened(report(named, image=EVEN, at=(2, 3), initial_head=(2, 1), texts={"text": TEXT}))
     assert selected(page) == 11
     select_head(page, "L0H0")
     # the middle of the last cell of the coarse grid, on the 6 x 8 grid
     assert divmod(selected(page), 8) == (5, 7)
     # if the page starts with a text, `at` refers to the first layer over the image
-    page = opened(report(named, image=EVEN, at=(5, 0), star=(1, 0), texts={"text": TEXT}))
+    page = opened(report(named, image=EVEN, at=(5, 0), initial_head=(1, 0), texts={"text": TEXT}))
     select_head(page, "L2H0")
     assert divmod(selected(page), 4) == (2, 0)
 
@@ -353,7 +355,7 @@ def test_blocks_are_named_blocks(opened, monkeypatch):
         and "the sum over the patches of the key block" in caption
     )
     assert "3 × 4 blocks of 2 × 2 patches" in page.inner_text("#stage")
-    assert "Around a block: mean weight; a cell is a block of 2 × 2 patches" in page.inner_text("#about")
+    assert "Around a block: mean weight; a cell is a block of 2 × 2 patches" in page.inner_text("#head-panel")
     box = page.locator(".taps").bounding_box()
     middle = box["x"] + box["width"] / 2, box["y"] + box["height"] / 2
     page.mouse.move(*middle)
@@ -365,7 +367,7 @@ def test_blocks_are_named_blocks(opened, monkeypatch):
 
 def test_grid_without_an_image(opened):
     heads = layer(sharp=6.0)(torch.randn(35, 32), over=Grid(*GRID))[1]
-    page = opened(report(heads, at=(4, 6), star=(0, 2)))
+    page = opened(report(heads, at=(4, 6), initial_head=(0, 2)))
     assert page.locator("#stage .word").count() == 0 and page.locator(".photo").is_hidden()
     assert page.get_attribute("#plot .picture", "data-node") == "34"
     best = int(heads.weights[2, 34].argmax())

@@ -15,7 +15,7 @@ from polyhead import ALiBi, Causal, Graph, MultiHeadAttention, Padding, Window
 from polyhead.inspection import measured_heads
 from polyhead.inspection.report import page_data
 from polyhead.inspection.report.report import report
-from polyhead.inspection.roles.roles import Card
+from polyhead.inspection.roles.role_cards import Card
 from polyhead.models import Tokens
 
 
@@ -47,9 +47,11 @@ def page_weights(page, given, head):
 
 
 def test_a_sentence_is_there_whole(seen):
-    page = report(seen, texts=TEXT, star=(1, 3), cards=CARDS, roles=ROLES, title="t", finding="f", notes=["n"], batch=1)
+    page = report(
+        seen, texts=TEXT, initial_head=(1, 3), cards=CARDS, roles=ROLES, title="t", finding="f", notes=["n"], batch=1
+    )
     given = content(page)
-    assert (given["title"], given["finding"], given["notes"], given["star"]) == ("t", "f", ["n"], [1, 3])
+    assert (given["title"], given["finding"], given["notes"], given["initial_head"]) == ("t", "f", ["n"], [1, 3])
     assert [one["name"] for one in given["layers"]] == list(seen)
     assert len(given["texts"]) == 1
     for one, heads in zip(given["layers"], seen.values(), strict=True):
@@ -125,12 +127,12 @@ def test_scores_beyond_the_dot_product_fall_back_to_maps(kind):
 def test_beyond_the_budget_the_star_and_the_cards_come_first(monkeypatch):
     monkeypatch.setattr(page_data, "QK_BYTES", 2 * (2 * 2 * 100 * 8 + 4 * 100))
     _, heads = layer()(torch.randn(100, 32))
-    page = report(heads, star=(0, 3), cards=[Card(0, 1, "broad", 0.5, 0.1, 3, 0.4, 0.6)])
+    page = report(heads, initial_head=(0, 3), cards=[Card(0, 1, "broad", 0.5, 0.1, 3, 0.4, 0.6)])
     exact = content(page)["layers"][0]["exact"]
     assert {head for head, ref in exact.items() if "q" in ref} == {"3", "1"}
     assert exact["0"]["top"]["shape"] == [100, 8]
     monkeypatch.setattr(page_data, "TOP_KEYS_BYTES", 6 * 100 * 4 + 5)
-    exact = content(report(heads, star=(0, 3)))["layers"][0]["exact"]
+    exact = content(report(heads, initial_head=(0, 3)))["layers"][0]["exact"]
     assert {ref["top"]["shape"][1] for ref in exact.values() if "top" in ref} == {1}
 
 
@@ -146,7 +148,7 @@ def test_one_view_is_one_layer_and_a_star_is_found():
     _, heads = layer()(torch.randn(7, 32))
     given = content(report(heads))
     assert [(one["name"], one["kind"], one["rows"]) for one in given["layers"]] == [("attention", "self", None)]
-    assert given["star"][0] == 0 and given["star"][1] in range(4)
+    assert given["initial_head"][0] == 0 and given["initial_head"][1] in range(4)
 
 
 def test_some_heads_keep_their_numbers():
@@ -251,8 +253,8 @@ def test_invalid_arguments():
         report(mha(torch.randn(0, 32))[1])
     with pytest.raises(ValueError, match="must have 3 pieces, one per query, got 2"):
         report(heads, texts=Tokens.of_pieces("ab"))
-    with pytest.raises(ValueError, match=r"star must be \(layer, head\) of one of 1 layers, got \(0, 7\)"):
-        report(heads, star=(0, 7))
+    with pytest.raises(ValueError, match=r"initial_head must be \(layer, head\) of one of 1 layers, got \(0, 7\)"):
+        report(heads, initial_head=(0, 7))
     with pytest.raises(ValueError, match=r"cards\[0\] must be about a head of the .* layers, got L2H0"):
         report(heads, cards=[Card(2, 0, "broad", 0.5, 0.1, 3, 0.4, 0.6)])
     with pytest.raises(ValueError, match=r"batch must be an integer in \[0, 0\], got 1"):

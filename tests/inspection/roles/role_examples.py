@@ -5,7 +5,7 @@ import torch.nn.functional as F
 
 from polyhead import Dense, Dot
 from polyhead.heads import Heads, Origin
-from polyhead.inspection.roles.roles import Card
+from polyhead.inspection.roles.role_cards import Card
 from polyhead.kernels.call import Call
 
 

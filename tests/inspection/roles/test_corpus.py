@@ -4,7 +4,16 @@ import gzip
 
 import pytest
 
-from polyhead.inspection.roles.corpus import Choice, Sentence, gap, known, own_pairs, shipped, some, treebank
+from polyhead.inspection.roles.corpus import (
+    PronounChoice,
+    Sentence,
+    filter_by_length,
+    find_shipped_sentence,
+    load_shipped_sentences,
+    read_gap,
+    read_own_pairs,
+    read_treebank,
+)
 
 ROWS = [
     "# sent_id = a",
@@ -31,19 +40,19 @@ def written(folder, lines, name="file.txt"):
 
 
 def test_shipped():
-    sentences = shipped()
+    sentences = load_shipped_sentences()
     assert len(sentences) >= 150
     assert all(len(sentence.tags) == len(sentence.words) for sentence in sentences)
-    first = known(["The", "cat", "that", "I", "saw", "yesterday", "ran", "away"])
+    first = find_shipped_sentence(["The", "cat", "that", "I", "saw", "yesterday", "ran", "away"])
     assert first == sentences[0]
     assert first.pairs["nsubj"] == ((1, 6), (3, 4)) and first.pairs["acl:relcl"] == first.pairs["acl"] == ((4, 1),)
-    assert known(["Nobody", "wrote", "this"]) is None
+    assert find_shipped_sentence(["Nobody", "wrote", "this"]) is None
 
 
 def test_some_are_of_ordinary_length():
     sentences = [Sentence(("word",) * number, {}) for number in (4, 5, 40, 41, 7)]
-    assert [len(sentence.words) for sentence in some(sentences)] == [5, 40, 7]
-    assert len(some(sentences, 2)) == 2
+    assert [len(sentence.words) for sentence in filter_by_length(sentences)] == [5, 40, 7]
+    assert len(filter_by_length(sentences, 2)) == 2
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -54,7 +63,7 @@ def test_a_treebank(tmp_path, packed, end):
     path.write_bytes(gzip.compress(content) if packed else content)
     pairs = {"det": ((0, 1),), "nsubj": ((1, 3),), "nsubj:pass": ((1, 3),), "obl": ((2, 3),), "coref": ((2, 1),)}
     sentence = Sentence(("The", "cat", "itself", "ran"), pairs, ("DET", "NOUN", "PRON", "VERB"))
-    assert treebank(path) == [sentence, sentence]
+    assert read_treebank(path) == [sentence, sentence]
 
 
 @pytest.mark.parametrize(
@@ -77,11 +86,11 @@ def test_lines_that_are_not_conllu(tmp_path, line, wrong, said):
     lines[line - 1] = wrong
     path = written(tmp_path, lines)
     with pytest.raises(ValueError) as caught:
-        treebank(path)
+        read_treebank(path)
     assert str(caught.value).startswith(f"{path}, {said}")
 
 
-@pytest.mark.parametrize("read", [treebank, gap, own_pairs])
+@pytest.mark.parametrize("read", [read_treebank, read_gap, read_own_pairs])
 def test_files_that_cannot_be_read(tmp_path, read):
     for name, content in {
         "bytes": b"\xff\xfe\xff",
@@ -97,7 +106,7 @@ def test_files_that_cannot_be_read(tmp_path, read):
 
 
 @pytest.mark.parametrize(
-    ("read", "content"), [(treebank, "# text = none\n\n"), (own_pairs, "# none\n\n"), (treebank, "")]
+    ("read", "content"), [(read_treebank, "# text = none\n\n"), (read_own_pairs, "# none\n\n"), (read_treebank, "")]
 )
 def test_files_without_a_sentence(tmp_path, read, content):
     (tmp_path / "empty").write_text(content)
@@ -106,26 +115,26 @@ def test_files_without_a_sentence(tmp_path, read, content):
 
 
 def test_gap(tmp_path):
-    first, second = gap(written(tmp_path, [HEADER, *GAP_ROWS]))
+    first, second = read_gap(written(tmp_path, [HEADER, *GAP_ROWS]))
     assert first.words[:4] == ("Ann", "Lee", "'", "s")
-    assert first.choices == (Choice(8, (0, 1), (6,)),)
-    assert second.choices == (Choice(4, (2,), (0,)),)
+    assert first.choices == (PronounChoice(8, (0, 1), (6,)),)
+    assert second.choices == (PronounChoice(4, (2,), (0,)),)
 
 
 def test_gap_files_of_another_kind(tmp_path):
     with pytest.raises(ValueError, match=r"must have the columns ID, Text, Pronoun, .*, got 'a, b'"):
-        gap(written(tmp_path, ["a\tb", "1\t2"]))
+        read_gap(written(tmp_path, ["a\tb", "1\t2"]))
     with pytest.raises(ValueError, match="line 2: a row must have 11 columns, separated by tabs, got 2"):
-        gap(written(tmp_path, [HEADER, "1\t2"]))
+        read_gap(written(tmp_path, [HEADER, "1\t2"]))
     with pytest.raises(ValueError, match="line 2: Pronoun must be in the text at Pronoun-offset '24', got 'she'"):
-        gap(written(tmp_path, [HEADER, GAP_ROWS[0].replace("\t25\t", "\t24\t")]))
+        read_gap(written(tmp_path, [HEADER, GAP_ROWS[0].replace("\t25\t", "\t24\t")]))
     with pytest.raises(ValueError, match="must have a text whose pronoun refers to one of the two names, got none"):
-        gap(written(tmp_path, [HEADER, GAP_ROWS[2]]))
+        read_gap(written(tmp_path, [HEADER, GAP_ROWS[2]]))
 
 
 def test_own_pairs(tmp_path):
     lines = ["# verbs", "The cat ran\tran>cat\tverb to subject", "", "the dog and the cat\t4>cat dog>1"]
-    assert own_pairs(written(tmp_path, lines)) == [
+    assert read_own_pairs(written(tmp_path, lines)) == [
         Sentence(("The", "cat", "ran"), {"verb to subject": ((2, 1),)}),
         Sentence(("the", "dog", "and", "the", "cat"), {"own pairs": ((3, 4), (1, 0))}),
     ]
@@ -151,7 +160,7 @@ def test_own_pairs(tmp_path):
 def test_malformed_pairs(tmp_path, line, said):
     path = written(tmp_path, ["# pairs", line])
     with pytest.raises(ValueError) as caught:
-        own_pairs(path)
+        read_own_pairs(path)
     assert str(caught.value).startswith(f"{path}, line 2: {said}")
 
 
@@ -163,4 +172,4 @@ def test_a_text_of_gap_without_a_name(tmp_path, column, name):
     line = f"x\tAnn saw Bob and she ran\t{entry['Pronoun']}\t16\t{entry['A']}\t0\tTRUE\t{entry['B']}\t8\tFALSE\tu\n"
     (tmp_path / "gap.tsv").write_text(header + line)
     with pytest.raises(ValueError, match=f"line 2: {column} must be a name in the text, got '{name}'"):
-        gap(tmp_path / "gap.tsv")
+        read_gap(tmp_path / "gap.tsv")

@@ -1,7 +1,7 @@
 """Ablation: remove heads one by one or cumulatively, or rank them by their gradients.
 
-A loss is any function without arguments that calls the model and returns one number. `causal_lm`, `masked_lm` and
-`embedding_change` make such functions.
+A loss is any function without arguments that calls the model and returns one number. `causal_lm_loss`, `masked_lm_loss` and
+`embedding_change_loss` make such functions.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from polyhead._checks import (
     short_repr,
 )
 from polyhead.inspection.capture.capture import NO_ATTENTION_SEEN, Capture, capture
-from polyhead.inspection.progress import Progress, track
+from polyhead.inspection.progress import Progress, wrap_with_progress
 
 Loss = Callable[[], Tensor]
 Ablation = Literal["zero", "mean"]
@@ -48,9 +48,9 @@ class Effect(NamedTuple):
     # by the name of the attention
     without: dict[str, Float[Tensor, " heads"]]
 
-    def ranked(self) -> list[Head]:
+    def rank_heads(self) -> list[Head]:
         """All heads, the least important first."""
-        return ranked(self.without)
+        return rank_heads(self.without)
 
 
 def ablate(model: nn.Module, loss: Loss, by: Ablation = "zero", progress: Progress | None = None) -> Effect:
@@ -65,11 +65,11 @@ def ablate(model: nn.Module, loss: Loss, by: Ablation = "zero", progress: Progre
     """
     remove = _make_head_remover(by)
     with torch.no_grad():
-        sizes, base = _count_heads_and_loss(model, loss)
+        sizes, base = _count_heads_and_compute_loss(model, loss)
         without = {name: torch.full((heads,), math.nan) for name, heads in sizes.items()}
         every = [Head(name, head) for name, heads in sizes.items() for head in range(heads)]
-        for name, head in track(every, progress):
-            without[name][head] = _loss_with_edits(model, loss, {name: partial(remove, [head])}) - base
+        for name, head in wrap_with_progress(every, progress):
+            without[name][head] = _compute_loss_with_edits(model, loss, {name: partial(remove, [head])}) - base
     return Effect(base, without)
 
 
@@ -81,7 +81,7 @@ def ablate_embedding(
 ) -> Effect:
     """Measure 1 − cos between the embeddings of one text with and without each head.
 
-    The result is that of `ablate` with `embedding_change`, but much faster: one batch reads the text many times, with another head
+    The result is that of `ablate` with `embedding_change_loss`, but much faster: one batch reads the text many times, with another head
     removed in each row.
     """
     remove = _make_head_remover(by)
@@ -125,20 +125,20 @@ def importance(model: nn.Module, loss: Loss) -> dict[str, Float[Tensor, " heads"
     """
     gates: dict[str, Tensor] = {}
 
-    def gated(name: str) -> Callable[[Tensor], Tensor]:
-        def change(out: Tensor) -> Tensor:
+    def make_gate(name: str) -> Callable[[Tensor], Tensor]:
+        def apply_gate(out: Tensor) -> Tensor:
             gate = torch.ones(*out.shape[:-2], 1, 1, dtype=out.dtype, device=out.device, requires_grad=True)
             gates[name] = gate
             return out * gate
 
-        return change
+        return apply_gate
 
     with torch.no_grad():
-        names, _ = _count_heads_and_loss(model, loss)
+        names, _ = _count_heads_and_compute_loss(model, loss)
     with torch.enable_grad(), capture(model, layers=[]) as seen:
         seen._called.update(dict.fromkeys(names))
         for name in names:
-            seen.edit(name, gated(name))
+            seen.edit(name, make_gate(name))
         value = loss()
         # ∂L/∂gate = ⟨z, ∂L/∂z⟩
         gradients = torch.autograd.grad(value, [gates[name] for name in names])
@@ -147,7 +147,7 @@ def importance(model: nn.Module, loss: Loss) -> dict[str, Float[Tensor, " heads"
     return {name: score.detach() / score.norm().clamp(min=1e-30) for name, score in zip(names, by_head, strict=True)}
 
 
-def ranked(scores: dict[str, Float[Tensor, " heads"]]) -> list[Head]:
+def rank_heads(scores: dict[str, Float[Tensor, " heads"]]) -> list[Head]:
     """All heads by ascending score: the least important first."""
     if not isinstance(scores, Mapping):
         raise WrongType(
@@ -157,19 +157,19 @@ def ranked(scores: dict[str, Float[Tensor, " heads"]]) -> list[Head]:
     return [head for _, head in sorted(every, key=lambda pair: pair[0])]
 
 
-def prune(
+def ablate_cumulatively(
     model: nn.Module, loss: Loss, order: Sequence[Head], by: Ablation = "zero", progress: Progress | None = None
 ) -> list[float]:
     """Remove heads cumulatively, in this order: the loss with 0, 1, 2, … heads removed."""
     remove, removed = _make_head_remover(by), dict[str, list[int]]()
     with torch.no_grad():
-        sizes, base = _count_heads_and_loss(model, loss)
+        sizes, base = _count_heads_and_compute_loss(model, loss)
         order = [_check_head(head, sizes) for head in order]
         values = [base]
-        for name, head in track(order, progress):
+        for name, head in wrap_with_progress(order, progress):
             removed.setdefault(name, []).append(head)
             values.append(
-                _loss_with_edits(model, loss, {name: partial(remove, heads) for name, heads in removed.items()})
+                _compute_loss_with_edits(model, loss, {name: partial(remove, heads) for name, heads in removed.items()})
             )
     return values
 
@@ -199,7 +199,7 @@ def _make_head_remover(by: Ablation) -> Callable[[list[int], Tensor], Tensor]:
     return remove
 
 
-def _loss_with_edits(model: nn.Module, loss: Loss, edits: dict[str, Callable[[Tensor], Tensor]]) -> float:
+def _compute_loss_with_edits(model: nn.Module, loss: Loss, edits: dict[str, Callable[[Tensor], Tensor]]) -> float:
     """The loss with edited heads; nothing is recorded."""
     applied = set()
 
@@ -218,7 +218,7 @@ def _loss_with_edits(model: nn.Module, loss: Loss, edits: dict[str, Callable[[Te
     return value
 
 
-def _count_heads_and_loss(model: nn.Module, loss: Loss) -> tuple[dict[str, int], float]:
+def _count_heads_and_compute_loss(model: nn.Module, loss: Loss) -> tuple[dict[str, int], float]:
     """The number of heads of each attention that the loss calls, and the loss."""
     _check_callable("loss", loss)
     with capture(model) as seen:
@@ -248,7 +248,7 @@ def _loss_to_float(loss: Tensor) -> float:
 # ready losses
 
 
-def causal_lm(logits: Callable[[Int[Tensor, "batch tokens"]], Tensor], ids: Int[Tensor, "batch tokens"]) -> Loss:
+def causal_lm_loss(logits: Callable[[Int[Tensor, "batch tokens"]], Tensor], ids: Int[Tensor, "batch tokens"]) -> Loss:
     """Next-token prediction: the mean cross-entropy, in nats.
 
     Args:
@@ -256,10 +256,10 @@ def causal_lm(logits: Callable[[Int[Tensor, "batch tokens"]], Tensor], ids: Int[
         ids: the texts.
     """
     check_tensor("ids", ids, "(batch, tokens)")
-    return lambda: F.cross_entropy(_logits_of_output(logits(ids))[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())
+    return lambda: F.cross_entropy(_get_logits(logits(ids))[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())
 
 
-def masked_lm(
+def masked_lm_loss(
     logits: Callable[[Int[Tensor, "batch tokens"]], Tensor], ids: Int[Tensor, "batch tokens"], mask_id: int, *,
     share: float = 0.15, keep: Tensor | None = None, seed: int = 0,
 ) -> Loss:  # fmt: skip
@@ -284,15 +284,15 @@ def masked_lm(
             f"share must mask at least one of {ids.numel()} tokens, got {share}; raise it, or pass more text"
         )
     masked = ids.masked_fill(hidden, mask_id)
-    return lambda: F.cross_entropy(_logits_of_output(logits(masked))[hidden].float(), ids[hidden])
+    return lambda: F.cross_entropy(_get_logits(logits(masked))[hidden].float(), ids[hidden])
 
 
-def _logits_of_output(output: Any) -> Tensor:
+def _get_logits(output: Any) -> Tensor:
     """The logits themselves, or those in an output of transformers."""
     return output if isinstance(output, Tensor) else output.logits
 
 
-def embedding_change(embed: Callable[[], Float[Tensor, "... dim"]]) -> Loss:
+def embedding_change_loss(embed: Callable[[], Float[Tensor, "... dim"]]) -> Loss:
     """The change of a model's embeddings: the mean of 1 − cos to those at the time of this call, 0 without an edit.
 
     Args:

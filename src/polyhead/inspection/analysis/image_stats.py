@@ -19,23 +19,23 @@ _MAX_BLOCK_WEIGHTS = 1 << 22
 class ImageStats(NamedTuple):
     """Means over the patches of an image, one number per head; NaN if no patch counts.
 
-    Patches without a key, such as those of a convolution beyond the border, do not count; for `distance` and `fixed`, neither do
+    Patches without a key, such as those of a convolution beyond the border, do not count; for `distance` and `offset_share`, neither do
     patches that attend to special tokens only.
 
     Attributes:
         entropy: the entropy of a patch's attention, in nats.
         distance: the mean distance of the patches that it attends to, in patches.
-        special: the weight on special tokens.
-        itself: the weight on the patch itself.
-        fixed: the fraction of patches whose strongest patch is at `offset`: near 1, the head is like a tap of a convolution.
+        special_weight: the weight on special tokens.
+        self_weight: the weight on the patch itself.
+        offset_share: the fraction of patches whose strongest patch is at `offset`: near 1, the head is like a tap of a convolution.
         offset: the most frequent offset of the strongest patch, rows down and columns to the right.
     """
 
     entropy: Float[Tensor, " heads"]
     distance: Float[Tensor, " heads"]
-    special: Float[Tensor, " heads"]
-    itself: Float[Tensor, " heads"]
-    fixed: Float[Tensor, " heads"]
+    special_weight: Float[Tensor, " heads"]
+    self_weight: Float[Tensor, " heads"]
+    offset_share: Float[Tensor, " heads"]
     offset: Int[Tensor, "heads 2"]
 
 
@@ -49,7 +49,7 @@ def iterate_query_blocks(view: Heads) -> Iterator[tuple[Int[Tensor, " rows"], Fl
         yield chosen, weights.reshape(weights.shape[-3:])
 
 
-class ImageSums:
+class ImageStatsAccumulator:
     """Sums over the patches of an image, from which `ImageStats` are computed."""
 
     def __init__(self, heads: int, points: TokenGrid) -> None:
@@ -84,7 +84,7 @@ class ImageSums:
         # a patch without weight on patches has no strongest one
         self._offsets.scatter_add_(1, offset[..., 0] * self._width + offset[..., 1], (total > 0).float())
 
-    def stats(self) -> ImageStats:
+    def compute_stats(self) -> ImageStats:
         # 0 / 0 is NaN
         share, place = self._offsets.max(-1)
         offset = torch.stack((place // self._width, place % self._width), -1) + self._low
@@ -96,7 +96,7 @@ class ImageSums:
 @torch.no_grad()
 def measure_image_stats(view: Heads, points: TokenGrid) -> ImageStats:
     """The statistics of the only row of a batch, on a grid of rows and columns."""
-    sums = ImageSums(view.shape[-3], points)
+    sums = ImageStatsAccumulator(view.shape[-3], points)
     for queries, weights in iterate_query_blocks(view):
         sums.add(queries, weights)
-    return sums.stats()
+    return sums.compute_stats()

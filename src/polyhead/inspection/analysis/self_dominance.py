@@ -32,21 +32,21 @@ class SelfDominance(NamedTuple):
     """p_ii, a token's weight on itself."""
 
     @property
-    def peaks(self) -> Bool[Tensor, "... items"]:
+    def peaks_on_self(self) -> Bool[Tensor, "... items"]:
         """Whether no other token has a higher score than the token itself."""
         return self.margin >= 0
 
     @property
-    def share(self) -> Float[Tensor, "..."]:
+    def share_peaking_on_self(self) -> Float[Tensor, "..."]:
         """The fraction of tokens that peak on themselves, over the last axis."""
-        return self.peaks.double().mean(-1)
+        return self.peaks_on_self.double().mean(-1)
 
     def __repr__(self) -> str:
         shape = tuple(self.margin.shape)
         if not self.margin.numel():
             return f"SelfDominance(shape={shape})"
         return (
-            f"SelfDominance(shape={shape}, {int(self.peaks.sum())} of {self.margin.numel()} peak on themselves, "
+            f"SelfDominance(shape={shape}, {int(self.peaks_on_self.sum())} of {self.margin.numel()} peak on themselves, "
             f"margin {self.margin.min():.3g} to {self.margin.max():.3g}, mean weight {self.weight.mean():.3g})"
         )
 
@@ -107,7 +107,7 @@ def _measure_query_block(
     at = queries[:, None].expand(*s.shape[:-1], 1)
     margin = s.gather(-1, at)[..., 0] - s.masked_fill(own, -torch.inf).amax(-1)
     small = _TIE_TOLERANCE * torch.maximum(
-        s.masked_fill(s == -torch.inf, 0.0).abs().amax(-1), _score_bound(call, queries)
+        s.masked_fill(s == -torch.inf, 0.0).abs().amax(-1), _bound_scores(call, queries)
     )
     # a token without any allowed key does not peak
     margin = margin.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
@@ -117,7 +117,7 @@ def _measure_query_block(
     return margin.masked_fill(margin.abs() <= small, 0.0), p.gather(-1, at)[..., 0]
 
 
-def _score_bound(call: Call, queries: Tensor) -> Float[Tensor, "... heads rows"]:
+def _bound_scores(call: Call, queries: Tensor) -> Float[Tensor, "... heads rows"]:
     """A bound on a query's scores: sums that cancel are rounded relative to their terms."""
     q = call.q.index_select(-2, queries).norm(dim=-1)
     if not isinstance(call.score, Dot):

@@ -25,7 +25,7 @@ _MAX_ANNOTATED_HEADS = 16
 _RANDOM_SUBSPACES = 8
 
 
-class Variance(NamedTuple):
+class CapturedVariance(NamedTuple):
     """Fractions of the variance of some data, from 0 to 1."""
 
     heads: Float[Tensor, " heads"]
@@ -56,20 +56,22 @@ def principal_angles(
     if to is None:
         angles = bases.new_zeros(len(bases), len(bases), bases.shape[-1])
         for head in range(len(bases) - 1):
-            angles[head, head + 1 :] = angles[head + 1 :, head] = _angles_between(bases[head], bases[head + 1 :])
+            angles[head, head + 1 :] = angles[head + 1 :, head] = _principal_angles_between(
+                bases[head], bases[head + 1 :]
+            )
         return angles
     others = _orthonormal_bases(to, of, "to")
     if others.shape[1] != bases.shape[1]:
         raise ValueError(f"to must have a {of}_proj of {bases.shape[1]} features, as layer has, got {others.shape[1]}")
     dtype = torch.promote_types(bases.dtype, others.dtype)
     others = others.to(bases.device, dtype)
-    return torch.stack([_angles_between(basis, others) for basis in bases.to(dtype)])
+    return torch.stack([_principal_angles_between(basis, others) for basis in bases.to(dtype)])
 
 
 @torch.no_grad()
 def captured_variance(
     layer: MultiHeadAttention, x: Float[Tensor, "... items features"], of: ProjectionLetter = "v"
-) -> Variance:
+) -> CapturedVariance:
     """How much of the variance of data lies in the subspaces of the heads: tr UᵀCU / tr C with a basis U and the covariance C.
 
     Args:
@@ -97,7 +99,7 @@ def captured_variance(
     left, sizes, _ = torch.linalg.svd(bases.movedim(0, 1).flatten(1), full_matrices=False)
     spectrum = torch.linalg.eigvalsh(covariance)
     dim = bases.shape[-1]
-    return Variance(
+    return CapturedVariance(
         heads=within(bases),
         together=min(1.0, float(within(left[:, sizes > _rank_tolerance(sizes, features)]))),
         best=min(1.0, float(spectrum[features - dim :].sum() / total)),
@@ -109,7 +111,7 @@ def _orthonormal_bases(layer: MultiHeadAttention, of: str, name: str) -> Float[T
     """An orthonormal basis of each head's subspace, in fp32 at least."""
     if not isinstance(layer, MultiHeadAttention):
         raise ValueError(f"{name} must be a MultiHeadAttention, got {type(layer).__name__}")
-    own = _projection_letters(layer)
+    own = _list_projections(layer)
     if of not in own:
         raise ValueError(f"of must be a projection of this layer, {' or '.join(map(repr, own))}, got {of!r}")
     linear = getattr(layer, f"{of}_proj")
@@ -132,7 +134,7 @@ def _orthonormal_bases(layer: MultiHeadAttention, of: str, name: str) -> Float[T
     return left
 
 
-def _projection_letters(layer: MultiHeadAttention) -> list[ProjectionLetter]:
+def _list_projections(layer: MultiHeadAttention) -> list[ProjectionLetter]:
     """The projections of a layer: with some scores one serves for several."""
     return [letter for letter in _INPUT_SIZE_ARGUMENT if getattr(layer, f"{letter}_proj") is not None]
 
@@ -142,7 +144,7 @@ def _rank_tolerance(sizes: Float[Tensor, "... sizes"], side: int) -> Float[Tenso
     return sizes.amax(-1, keepdim=True) * side * torch.finfo(sizes.dtype).eps
 
 
-def _angles_between(
+def _principal_angles_between(
     basis: Float[Tensor, "features dim"], others: Float[Tensor, "others features other_dim"]
 ) -> Float[Tensor, "others angles"]:
     """The principal angles from one subspace to others."""
@@ -154,7 +156,7 @@ def _angles_between(
     return torch.atan2(sines, cosines)
 
 
-def subspaces(
+def plot_subspaces(
     layer: MultiHeadAttention, x: Float[Tensor, "... items features"] | Mapping[str, Tensor] | None = None
 ) -> Figure:
     """Draw the mean angles between the heads' subspaces, and the fraction of the data's variance in each.
@@ -166,10 +168,10 @@ def subspaces(
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ImportError("subspaces() draws with matplotlib: pip install polyhead[plot]") from error
+        raise ImportError("plot_subspaces() draws with matplotlib: pip install polyhead[plot]") from error
     if not isinstance(layer, MultiHeadAttention):
         raise ValueError(f"layer must be a MultiHeadAttention, got {type(layer).__name__}")
-    own = _projection_letters(layer)
+    own = _list_projections(layer)
     data: dict[Any, Tensor] = {} if x is None else dict(x) if isinstance(x, Mapping) else dict.fromkeys(own, x)
     for name in data:
         if name not in own:
@@ -186,7 +188,7 @@ def subspaces(
     axes = figure.subplots(lines, len(own), squeeze=False, height_ratios=(3.3, 2.3)[:lines])
     picture: Any = None
     for place, letter in enumerate(own):
-        picture = _draw_angles(axes[0, place], letter, angles[letter], _expected_random_angle(layer, letter))
+        picture = _draw_angles(axes[0, place], letter, angles[letter], _mean_angle_of_random_subspaces(layer, letter))
         if letter in shares:
             _draw_variance_shares(axes[1, place], shares[letter])
         else:
@@ -204,14 +206,14 @@ def subspaces(
     return figure
 
 
-def _expected_random_angle(layer: MultiHeadAttention, letter: ProjectionLetter) -> float:
+def _mean_angle_of_random_subspaces(layer: MultiHeadAttention, letter: ProjectionLetter) -> float:
     """The mean angle, in degrees, between random subspaces."""
     dim = layer.value_dim if letter == "v" else layer.head_dim
     features = getattr(layer, _INPUT_SIZE_ARGUMENT[letter])
     drawn = Stiefel().random(
         _RANDOM_SUBSPACES, features, min(dim, features), generator=torch.Generator().manual_seed(0)
     )
-    return float(_angles_between(drawn[0], drawn[1:]).mean().rad2deg())
+    return float(_principal_angles_between(drawn[0], drawn[1:]).mean().rad2deg())
 
 
 def _draw_angles(axis: Any, letter: str, angles: Float[Tensor, "heads heads angles"], expected: float) -> Any:
@@ -234,7 +236,7 @@ def _draw_angles(axis: Any, letter: str, angles: Float[Tensor, "heads heads angl
     return picture
 
 
-def _draw_variance_shares(axis: Any, found: Variance) -> None:
+def _draw_variance_shares(axis: Any, found: CapturedVariance) -> None:
     shares = found.heads.double().cpu().numpy()
     axis.bar(range(len(shares)), shares, color="#2171b5", width=0.75)
     axis.axhline(found.best, color="black", linewidth=1.2, label="best, PCA")

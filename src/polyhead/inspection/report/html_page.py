@@ -13,8 +13,8 @@ from polyhead import _files
 
 # In the order in which they are concatenated: each uses those before it.
 _SCRIPT_FILES = (
-    "data.js", "colour.js", "state.js", "words_and_pieces.js", "drawing_helpers.js", "mosaic.js", "sentence.js", "heatmap.js", "head_panel.js", "weight_explanation.js",
-    "output_vectors.js", "graph.js", "image.js", "export.js", "input.js", "main.js",
+    "page_data.js", "colour.js", "state.js", "words_and_pieces.js", "drawing_helpers.js", "mosaic.js", "sentence.js", "heatmap.js", "head_panel.js", "weight_explanation.js",
+    "output_vectors.js", "graph.js", "image_overlay.js", "export.js", "input_events.js", "main.js",
 )  # fmt: skip
 
 

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from polyhead.heads import Heads
 from polyhead.heads.grid_view import TokenGrid
-from polyhead.inspection.analysis.image_stats import ImageStats, ImageSums, iterate_query_blocks
+from polyhead.inspection.analysis.image_stats import ImageStats, ImageStatsAccumulator, iterate_query_blocks
 from polyhead.inspection.measured_heads import MeasuredHeads, MeasuredLayer, to_json_numbers
-from polyhead.inspection.view_properties import is_on_graph, token_grid_of_view
+from polyhead.inspection.view_properties import find_token_grid_of_view, is_on_graph
 from polyhead.models import Tokens
 from polyhead.neighbourhood import Lattice
 from polyhead.pixels import encode_png, shrink_image, to_rgb_pixels
@@ -32,7 +32,7 @@ class ImageLayout(NamedTuple):
     block: int = 1
 
     @property
-    def displayed(self) -> Lattice:
+    def block_lattice(self) -> Lattice:
         """The lattice of blocks."""
         sizes, outputs, stride, _ = self.points.lattice
         fewer = lambda each: tuple(-(-n // self.block) for n in each)
@@ -40,25 +40,25 @@ class ImageLayout(NamedTuple):
 
     @property
     def queries(self) -> int:
-        return self.points.queries + math.prod(self.displayed.outputs)
+        return self.points.queries + math.prod(self.block_lattice.outputs)
 
     @property
     def keys(self) -> int:
-        return self.points.keys + math.prod(self.displayed.sizes)
+        return self.points.keys + math.prod(self.block_lattice.sizes)
 
-    def texts(self) -> tuple[Tokens, Tokens]:
+    def token_names(self) -> tuple[Tokens, Tokens]:
         """The names of queries and keys; one object if they are the same tokens."""
-        rows = _name_special_tokens_and_patches(self.points.queries, self.displayed.outputs)
+        rows = _name_special_tokens_and_patches(self.points.queries, self.block_lattice.outputs)
         same = self.queries == self.keys and self.points.queries == self.points.keys
-        return rows, rows if same else _name_special_tokens_and_patches(self.points.keys, self.displayed.sizes)
+        return rows, rows if same else _name_special_tokens_and_patches(self.points.keys, self.block_lattice.sizes)
 
     def to_json(self) -> dict[str, Any]:
         """The layout as the page reads it."""
-        sizes, outputs, stride, _ = self.displayed
+        sizes, outputs, stride, _ = self.block_lattice
         special = [self.points.queries, self.points.keys]
         return {"sizes": sizes, "outputs": outputs, "stride": stride, "special": special, "block": self.block}
 
-    def first_query(self, at: int | Sequence[int] | None) -> int:
+    def find_initial_query(self, at: int | Sequence[int] | None) -> int:
         """The number of the query to select first, among those that are displayed."""
         has_patches = self.queries > self.points.queries
         number = self.points.query_index(at) if at is not None or has_patches else 0
@@ -78,7 +78,7 @@ def find_image_layout(view: Heads, grid: Sequence[int] | None) -> ImageLayout | 
             f"heads must show all {call.sizes.queries} queries and {call.sizes.keys} keys to be drawn on an image, got a selection of "
             f"{' x '.join(map(str, view.shape[-2:]))}; pass the view that it was selected from"
         )
-    return ImageLayout(token_grid_of_view(view, None if call.over.lattice is not None else grid))
+    return ImageLayout(find_token_grid_of_view(view, None if call.over.lattice is not None else grid))
 
 
 def shows_all_queries_and_keys(view: Heads) -> bool:
@@ -87,7 +87,7 @@ def shows_all_queries_and_keys(view: Heads) -> bool:
     return not is_on_graph(view) and (sizes.queries, sizes.keys) == tuple(view.shape[-2:])
 
 
-def lay_out_layers(heads: MeasuredHeads, grid: Sequence[int] | None) -> dict[str, ImageLayout]:
+def find_layouts_of_layers(heads: MeasuredHeads, grid: Sequence[int] | None) -> dict[str, ImageLayout]:
     """The layouts of the layers that are over patches, with blocks of one size."""
     found = {name: find_image_layout(view, grid) for name, view in heads.items()}
     layouts = {name: layout for name, layout in found.items() if layout is not None}
@@ -105,7 +105,7 @@ def coarsen_to_fit_page(layouts: Mapping[str, ImageLayout], heads: Mapping[str, 
         block += 1
 
 
-def encode_image(image: Any) -> dict[str, Any]:
+def encode_image_as_data_uri(image: Any) -> dict[str, Any]:
     """An image as a PNG in a data URI, and its size."""
     small = shrink_image(to_rgb_pixels(image))
     height, width, _ = small.shape
@@ -116,11 +116,11 @@ def encode_image(image: Any) -> dict[str, Any]:
     }
 
 
-def blank_image(layer: ImageLayout) -> dict[str, Any]:
+def make_blank_image(layer: ImageLayout) -> dict[str, Any]:
     """A white image with the proportions of the grid, for layers without an image."""
     height, width = layer.points.lattice.sizes
     size = max(1, 640 // max(height, width))
-    return {**encode_image(np.full((size * height, size * width), 255, np.uint8)), "blank": True}
+    return {**encode_image_as_data_uri(np.full((size * height, size * width), 255, np.uint8)), "blank": True}
 
 
 class ImageMeasurement(NamedTuple):
@@ -139,7 +139,7 @@ def measure_layer_on_image(layer: MeasuredLayer, layout: ImageLayout) -> ImageMe
 def _measure_view_on_image(view: Heads, layout: ImageLayout) -> ImageMeasurement:
     """The weight of a block is the sum over its keys, averaged over its queries."""
     heads = view.shape[-3]
-    sums, total = ImageSums(heads, layout.points), torch.zeros(heads, layout.queries, layout.keys)
+    sums, total = ImageStatsAccumulator(heads, layout.points), torch.zeros(heads, layout.queries, layout.keys)
     lattice = layout.points.lattice
     row = _block_of_each_token(layout.points.queries, lattice.outputs, layout.block)
     column = _block_of_each_token(layout.points.keys, lattice.sizes, layout.block)
@@ -149,7 +149,7 @@ def _measure_view_on_image(view: Heads, layout: ImageLayout) -> ImageMeasurement
             weights = weights.new_zeros(*weights.shape[:-1], layout.keys).index_add_(-1, column, weights)
         total.index_add_(1, row[queries], weights)
     total /= row.bincount(minlength=layout.queries).clamp(min=1)[:, None]
-    return ImageMeasurement(sums.stats(), total)
+    return ImageMeasurement(sums.compute_stats(), total)
 
 
 def quantize_weights(weights: Float[Tensor, "heads queries keys"], all_heads: int) -> tuple[Any, str]:
@@ -172,9 +172,9 @@ def mean_norm_per_block(norms: Float[Tensor, "heads keys"], layer: ImageLayout) 
 
 def image_stats_to_json(found: ImageStats) -> dict[str, Any]:
     """The statistics of each head as the page reads them."""
-    entropy, distance, special, itself, fixed = (to_json_numbers(x) for x in found[:5])
+    entropy, distance, special, itself, offset_share = (to_json_numbers(x) for x in found[:5])
     return {
-        "entropy": entropy, "distance": distance, "fixed": fixed, "offset": found.offset.tolist(),
+        "entropy": entropy, "distance": distance, "offset_share": offset_share, "offset": found.offset.tolist(),
         "weight": {"self": itself, "special": special}, "share": {},
     }  # fmt: skip
 

@@ -24,7 +24,7 @@ from polyhead.inspection.measured_heads import (
 )
 from polyhead.inspection.report import image_layout
 from polyhead.inspection.report.image_layout import ImageLayout
-from polyhead.inspection.view_properties import count_batch_rows, is_on_graph
+from polyhead.inspection.view_properties import count_batch_entries, is_on_graph
 from polyhead.kernels.reference import masked_scores
 from polyhead.models import Tokens
 from polyhead.score import Dot
@@ -74,14 +74,14 @@ class PageLayer(NamedTuple):
         return self.indices("heads").tolist()
 
     @property
-    def sizes(self) -> tuple[int, int]:
+    def query_and_key_counts(self) -> tuple[int, int]:
         """How many queries and keys are shown."""
         return len(self.indices("queries")), len(self.indices("keys"))
 
     @property
     def has_all_weights(self) -> bool:
         """Whether every weight is on the page."""
-        return not self.is_graph and self.image is None and max(self.sizes) <= MAX_SHORT_TEXT_TOKENS
+        return not self.is_graph and self.image is None and max(self.query_and_key_counts) <= MAX_SHORT_TEXT_TOKENS
 
     @property
     def is_plain_dot_product(self) -> bool:
@@ -98,13 +98,13 @@ class PageLayer(NamedTuple):
         return squeeze_batch(norm, 2)[self.heads][:, self.indices("keys")]
 
     @property
-    def scale(self) -> float:
+    def score_scale(self) -> float:
         """The factor of q·k in a score."""
         call = self.view.part.call
         assert isinstance(call.score, Dot)
         return call.score.factor(call.q.shape[-1])
 
-    def queries_and_keys(self) -> tuple[Float[Tensor, "heads queries dim"], Float[Tensor, "heads keys dim"]]:
+    def q_and_k_of_heads(self) -> tuple[Float[Tensor, "heads queries dim"], Float[Tensor, "heads keys dim"]]:
         """q and k of the heads that are shown."""
         call = self.view.part.call
         q, k = (squeeze_batch(x, 3) for x in (call.q, call.k))
@@ -115,7 +115,7 @@ class PageLayer(NamedTuple):
         """The layer in another layout, with its names; itself if it is not on the image."""
         if layout is None:
             return self
-        rows, columns = layout.texts()
+        rows, columns = layout.token_names()
         return self._replace(image=layout, rows=rows, columns=columns)
 
     def metrics(self) -> LayerMetrics:
@@ -139,7 +139,7 @@ def make_page_layer(
         raise ValueError(
             f"heads[{name!r}] must be a view on weights, got one on contributions; pass the view that it came from, the page shows both"
         )
-    rows = count_batch_rows(heads)
+    rows = count_batch_entries(heads)
     check_integer("batch", batch, 0, rows - 1, hint=f"{name!r} has {rows} rows")
     if 0 in heads.shape or 0 in (len(heads.part.indices("queries")), len(heads.part.indices("keys"))):
         raise ValueError(f"heads[{name!r}] must have heads, queries and keys, got shape {tuple(heads.shape)}")
@@ -172,17 +172,17 @@ def layers_to_json(layers: Sequence[PageLayer], first: Iterable[HeadIndex], blob
     return records
 
 
-def _common_fields(layer: PageLayer, stats: Mapping[str, Any]) -> JsonObject:
+def _common_layer_fields(layer: PageLayer, stats: Mapping[str, Any]) -> JsonObject:
     """The fields that all records have."""
     call = layer.view.part.call
-    queries, keys = layer.sizes
+    queries, keys = layer.query_and_key_counts
     is_self = layer.view.is_self_attention
     shares_text = is_self is True and layer.rows is layer.columns and queries == keys
     kind = "graph" if layer.is_graph else "self" if shares_text else "cross"
     return {
         "number": layer.number, "name": layer.name, "kind": kind, "attention": _ATTENTION_KINDS[is_self], "heads": layer.heads, "queries": queries, "keys": keys,
         "over": repr(call.over.over if hasattr(call.over, "over") else call.over),
-        "score": type(call.score).__name__, "scale": layer.scale if isinstance(call.score, Dot) else None,
+        "score": type(call.score).__name__, "scale": layer.score_scale if isinstance(call.score, Dot) else None,
         "plain": layer.is_plain_dot_product, "has_w_o": layer.view.origin.w_o is not None, "stats": stats, "arrays": {}, "exact": {},
     }  # fmt: skip
 
@@ -194,8 +194,8 @@ def _text_layer_to_json(layer: PageLayer, blobs: ArrayBlobs) -> JsonObject:
     separates small numbers: the error is at most 0.004.
     """
     metrics = layer.metrics()
-    special = (False,) * layer.sizes[0] if layer.rows is None else layer.rows.special
-    record = _common_fields(layer, metrics.means(~torch.tensor(special)))
+    special = (False,) * layer.query_and_key_counts[0] if layer.rows is None else layer.rows.special
+    record = _common_layer_fields(layer, metrics.mean_over_words(~torch.tensor(special)))
     arrays = record["arrays"]
     arrays["contribution_norms"] = blobs.add(layer.contribution_norms(), "f4")
     if layer.has_all_weights:
@@ -229,19 +229,21 @@ def _add_qk_or_top_keys(
     ranked.sort(key=lambda pair: -score_head_interest(records[pair[0]], pair[1]))
     long = [layer for layer in texts if not layer.has_all_weights]
     # a pair takes four bytes, or six with more than 65,536 keys
-    most = TOP_KEYS_BYTES // max(1, 6 * sum(len(layer.heads) * layer.sizes[0] for layer in long))
+    most = TOP_KEYS_BYTES // max(1, 6 * sum(len(layer.heads) * layer.query_and_key_counts[0] for layer in long))
     left, pairs = QK_BYTES, TOP_KEYS_BYTES
     for number, head in dict.fromkeys([*first, *ranked]):
         layer, record = layers[number], records[number]
         if layer not in texts:
             continue
-        metrics, place = layer.metrics(), layer.heads.index(head)
-        kept = _qk_and_lse(layer, place, left)
+        metrics, index = layer.metrics(), layer.heads.index(head)
+        kept = _pack_qk_and_lse(layer, index, left)
         if kept is None and not layer.has_all_weights:
-            top, keys = (x[place, :, : max(1, most)] for x in (metrics.top, metrics.keys))
+            top, keys = (x[index, :, : max(1, most)] for x in (metrics.top, metrics.keys))
             pairs -= 6 * top.numel()
             kept = (
-                {"top": (top, "f2"), "keys": (keys, "u2" if layer.sizes[1] <= 1 << 16 else "u4")} if pairs >= 0 else {}
+                {"top": (top, "f2"), "keys": (keys, "u2" if layer.query_and_key_counts[1] <= 1 << 16 else "u4")}
+                if pairs >= 0
+                else {}
             )
         elif kept is not None and not layer.has_all_weights:
             left -= _count_bytes(kept)
@@ -258,7 +260,7 @@ def _count_bytes(kept: TypedArrays) -> int:
     return sum(array.nbytes for array, _ in kept.values())
 
 
-def _qk_and_lse(layer: PageLayer, place: int, left: int) -> TypedArrays | None:
+def _pack_qk_and_lse(layer: PageLayer, index: int, left: int) -> TypedArrays | None:
     """q, k and the log-sum-exp of each row, from which the page computes any weight: exp(scale · q·k − lse).
 
     The lse is chosen to make each row's largest weight exact, so that rounding q and k to 16 bits affects only the others; if the
@@ -266,31 +268,31 @@ def _qk_and_lse(layer: PageLayer, place: int, left: int) -> TypedArrays | None:
     """
     if not (layer.is_plain_dot_product or (layer.has_all_weights and type(layer.view.part.call.score) is Dot)):
         return None
-    q, k = (x[place] for x in layer.queries_and_keys())
+    q, k = (x[index] for x in layer.q_and_k_of_heads())
     if not layer.has_all_weights and 2 * (q.numel() + k.numel()) > left:
         return None
-    top, keys = (x[place, :, 0] for x in (layer.metrics().top, layer.metrics().keys))
+    top, keys = (x[index, :, 0] for x in (layer.metrics().top, layer.metrics().keys))
     rows = torch.linspace(0, len(q) - 1, min(len(q), 64)).long()
     for kind in ("f4",) if layer.has_all_weights else ("f2", "f4"):
         rough = [torch.from_numpy(x.numpy().astype(kind).astype("f4")) for x in (q, k)]
-        lse = (rough[0] * rough[1][keys]).sum(-1) * layer.scale - top.clamp(min=1e-30).log()
-        if kind == "f4" or _largest_weight_error(layer, place, rough, lse, rows) <= 0.005:
+        lse = (rough[0] * rough[1][keys]).sum(-1) * layer.score_scale - top.clamp(min=1e-30).log()
+        if kind == "f4" or _largest_weight_error(layer, index, rough, lse, rows) <= 0.005:
             break
     kept = {"q": (q.numpy().astype(kind), kind), "k": (k.numpy().astype(kind), kind), "lse": (lse.numpy(), "f4")}
     return kept if layer.has_all_weights or _count_bytes(kept) <= left else None
 
 
-def _largest_weight_error(layer: PageLayer, place: int, rough: list[Tensor], lse: Tensor, rows: Tensor) -> float:
+def _largest_weight_error(layer: PageLayer, index: int, rough: list[Tensor], lse: Tensor, rows: Tensor) -> float:
     """The largest error of the page's weights in these rows."""
-    true = layer.view.select(heads=place, queries=rows).weights.float()
-    found = ((rough[0][rows] @ rough[1].T) * layer.scale - lse[rows, None]).exp()
+    true = layer.view.select(heads=index, queries=rows).weights.float()
+    found = ((rough[0][rows] @ rough[1].T) * layer.score_scale - lse[rows, None]).exp()
     off = (found - true.reshape(found.shape)).abs() * (true.reshape(found.shape) > 0)
     return float(off.max()) if bool(off.isfinite().all()) else torch.inf
 
 
 def _key_interval_per_query(layer: PageLayer) -> Array:
     """The first key of each query and the one past the last, (2, queries)."""
-    queries, keys = layer.sizes
+    queries, keys = layer.query_and_key_counts
     interval = layer.view.part.call.over.interval(queries, keys, torch.device("cpu"))
     return torch.stack([bound.reshape(-1, queries)[0].clamp(0, keys) for bound in interval]).numpy()
 
@@ -304,15 +306,15 @@ def _graph_layer_to_json(layer: PageLayer, blobs: ArrayBlobs) -> JsonObject:
     live = torch.zeros(len(view.part.indices("queries")), dtype=torch.bool)
     live[pairs[1]] = True
     mean = lambda x: to_json_numbers(x.reshape(x.shape[-2:]).float()[:, live].mean(-1))
-    record = _common_fields(
+    record = _common_layer_fields(
         layer, {"entropy": mean(view.entropy()), "weight": {"self": mean(view.mass("self"))}, "share": {}}
     )
     record["edges"] = weights.shape[-1]
     # parallel edges are drawn as one, with the sum of their weights
-    single, place = pairs.unique(dim=1, return_inverse=True)
+    single, index = pairs.unique(dim=1, return_inverse=True)
     record["parallel"] = record["edges"] - single.shape[1]
     if record["parallel"]:
-        pairs, weights = single, weights.new_zeros(len(weights), single.shape[1]).index_add_(1, place, weights)
+        pairs, weights = single, weights.new_zeros(len(weights), single.shape[1]).index_add_(1, index, weights)
     if weights.shape[-1] > MAX_EDGES:
         best = weights.abs().amax(0).topk(MAX_EDGES).indices.sort().values
         weights, pairs = weights[:, best], pairs[:, best]
@@ -326,7 +328,7 @@ def _graph_layer_to_json(layer: PageLayer, blobs: ArrayBlobs) -> JsonObject:
 def _image_layer_to_json(layer: PageLayer, image: ImageLayout, all_heads: int, blobs: ArrayBlobs) -> JsonObject:
     """The record of a layer over patches."""
     found = image_layout.measure_layer_on_image(layer.measured, image)
-    record = _common_fields(layer, image_layout.image_stats_to_json(found.stats))
+    record = _common_layer_fields(layer, image_layout.image_stats_to_json(found.stats))
     record.update(queries=image.queries, keys=image.keys, image=image.to_json())
     record["arrays"]["contribution_norms"] = blobs.add(
         image_layout.mean_norm_per_block(layer.contribution_norms(), image), "f4"
@@ -337,8 +339,8 @@ def _image_layer_to_json(layer: PageLayer, image: ImageLayout, all_heads: int, b
 
 def score_head_interest(record: JsonObject, head: int) -> float:
     """A rank for heads: high if the weight is narrow and not on neighbours or special tokens."""
-    place = record["heads"].index(head)
-    entropy = record["stats"]["entropy"][place] or 0.0
+    index = record["heads"].index(head)
+    entropy = record["stats"]["entropy"][index] or 0.0
     narrow = 1 - entropy / np.log(max(record["keys"], 2))
-    usual = sum((by[place] or 0.0) for by in record["stats"]["weight"].values())
+    usual = sum((by[index] or 0.0) for by in record["stats"]["weight"].values())
     return float(narrow * max(0.05, 1 - usual))

@@ -14,10 +14,10 @@ from polyhead.heads import Heads
 from polyhead.inspection.measured_heads import MeasuredHeads
 from polyhead.inspection.report.html_page import Page, build_html
 from polyhead.inspection.report.image_layout import (
-    blank_image,
     coarsen_to_fit_page,
-    encode_image,
+    encode_image_as_data_uri,
     find_image_layout,
+    make_blank_image,
     shows_all_queries_and_keys,
 )
 from polyhead.inspection.report.page_data import (
@@ -30,7 +30,7 @@ from polyhead.inspection.report.page_data import (
     make_page_layer,
     score_head_interest,
 )
-from polyhead.inspection.roles.roles import Card
+from polyhead.inspection.roles.role_cards import Card
 from polyhead.models import Tokens
 
 Texts = Tokens | Sequence[str] | tuple[Tokens | Sequence[str], Tokens | Sequence[str]]
@@ -44,7 +44,7 @@ def report(
     texts: Texts | Mapping[str, Texts] | None = None,
     title: str | None = None,
     finding: str | None = None,
-    star: HeadIndex | None = None,
+    initial_head: HeadIndex | None = None,
     cards: Iterable[Card] = (),
     notes: Iterable[str] = (),
     roles: Mapping[str, str] | None = None,
@@ -62,8 +62,8 @@ def report(
             By default tokens and nodes are numbered.
         title: the title of the page.
         finding: one sentence, shown at the top.
-        star: (layer, head) to select first.
-        cards: roles of heads, as `find` returns them.
+        initial_head: (layer, head) to select first.
+        cards: roles of heads, as `find_roles` returns them.
         notes: further lines for the reader.
         roles: an explanation for each role.
         batch: the row of the batch to show.
@@ -72,18 +72,18 @@ def report(
         grid: rows and columns of patches, such as (14, 14), for layers whose neighbourhood is not a `Grid`; surplus keys in
             front are special tokens.
         at: the patch to select first, (row, column), or the number of a token; by default the middle one. It refers to the layer of
-            `star`, or to the first layer on the image; the other layers show the same location.
+            `initial_head`, or to the first layer on the image; the other layers show the same location.
     """
     if path is not None:
         _files.resolve_writable_path(path)
-    measured = MeasuredHeads.of(heads, batch)
+    measured = MeasuredHeads.wrap(heads, batch)
     _check_heads_and_titles(measured, title, finding)
     picture = _ImageArguments(image, grid, at)
     layers = picture.make_layers(measured, texts)
     cards, notes = _to_checked_list("cards", cards, Card), _to_checked_list("notes", notes, str)
-    layers, shown_image = picture.fit_layers_on_page(layers, star, notes)
-    _check_heads_are_shown(layers, star, cards)
-    content, blobs = _build_page_data(layers, star, cards, notes)
+    layers, shown_image = picture.fit_layers_on_page(layers, initial_head, notes)
+    _check_heads_are_shown(layers, initial_head, cards)
+    content, blobs = _build_page_data(layers, initial_head, cards, notes)
     content |= {
         "title": title or "Attention heads",
         "finding": finding,
@@ -104,11 +104,13 @@ def _check_heads_and_titles(measured: MeasuredHeads, title: object, finding: obj
         raise ValueError("heads must have at least one layer, got an empty mapping; call the model inside capture")
 
 
-def _check_heads_are_shown(layers: Sequence[PageLayer], star: HeadIndex | None, cards: Sequence[Card]) -> None:
-    """Raise if the star or a card names a head that is not shown."""
+def _check_heads_are_shown(layers: Sequence[PageLayer], initial_head: HeadIndex | None, cards: Sequence[Card]) -> None:
+    """Raise if `initial_head` or a card names a head that is not shown."""
     known = {(layer.number, head) for layer in layers for head in layer.heads}
-    if star is not None and star not in known:
-        raise ValueError(f"star must be (layer, head) of one of {len(layers)} layers, got {short_repr(star)}")
+    if initial_head is not None and initial_head not in known:
+        raise ValueError(
+            f"initial_head must be (layer, head) of one of {len(layers)} layers, got {short_repr(initial_head)}"
+        )
     for number, card in enumerate(cards):
         if (card.layer, card.head) not in known:
             raise ValueError(f"cards[{number}] must be about a head of the {len(layers)} layers, got {card.name}")
@@ -126,22 +128,22 @@ def _to_checked_list(name: str, items: Iterable[Any], kind: type) -> list[Any]:
 
 
 def _build_page_data(
-    layers: Sequence[PageLayer], star: HeadIndex | None, cards: Sequence[Card], notes: Sequence[str]
+    layers: Sequence[PageLayer], initial_head: HeadIndex | None, cards: Sequence[Card], notes: Sequence[str]
 ) -> tuple[JsonObject, ArrayBlobs]:
     """The part of the page's record that comes from the heads, and its arrays."""
     blobs = ArrayBlobs()
-    first = [*([star] if star else []), *((card.layer, card.head) for card in cards)]
+    first = [*([initial_head] if initial_head else []), *((card.layer, card.head) for card in cards)]
     records = layers_to_json(layers, first, blobs)
     if not first:
         ranks = {(r["number"], head): score_head_interest(r, head) for r in records for head in r["heads"]}
         first = [max(ranks, key=lambda pair: ranks[pair])]
     texts = _deduplicate_texts(layers, records)
     cards_shown = [{**card._asdict(), "name": card.name} for card in cards]
-    notes = [*notes, *_edge_notes(records)]
-    return {"star": first[0], "notes": notes, "cards": cards_shown, "texts": texts, "layers": records}, blobs
+    notes = [*notes, *_make_edge_notes(records)]
+    return {"initial_head": first[0], "notes": notes, "cards": cards_shown, "texts": texts, "layers": records}, blobs
 
 
-def _edge_notes(records: Sequence[JsonObject]) -> list[str]:
+def _make_edge_notes(records: Sequence[JsonObject]) -> list[str]:
     notes = []
     for record in records:
         if record.get("parallel"):
@@ -186,17 +188,17 @@ class _ImageArguments(NamedTuple):
                     f"texts must leave out {name!r}, which is drawn on the image: its patches are named by row and column; pass a "
                     "mapping with the other layers"
                 )
-            names = layout.texts() if layout is not None else _query_and_key_tokens(name, layer.heads, text)
+            names = layout.token_names() if layout is not None else _query_and_key_tokens(name, layer.heads, text)
             layers.append(make_page_layer(number, name, layer, measured.batch, names, layout))
         return layers
 
     def fit_layers_on_page(
-        self, layers: list[PageLayer], star: HeadIndex | None, notes: list[str]
+        self, layers: list[PageLayer], initial_head: HeadIndex | None, notes: list[str]
     ) -> tuple[list[PageLayer], JsonObject | None]:
         """The layers in blocks of patches that fit on a page, and the image as the page knows it. Adds a note about blocks."""
         layouts = {layer.name: layer.image for layer in layers if layer.image is not None}
         if not layouts:
-            self._check_no_image_given(layers)
+            self._check_no_image_arguments(layers)
             return layers, None
         layouts = coarsen_to_fit_page(layouts, {layer.name: len(layer.heads) for layer in layers})
         block = next(iter(layouts.values())).block
@@ -206,14 +208,16 @@ class _ImageArguments(NamedTuple):
                 "averaged over its queries."
             )
             layers = [layer.with_layout(layouts.get(layer.name)) for layer in layers]
-        # the layer of the star if it is on the image, else the first one that is
+        # the layer of `initial_head` if it is on the image, else the first one that is
         placed = [layer for layer in layers if layer.image is not None]
-        first = next((layer for layer in placed if star is not None and layer.number == star[0]), placed[0])
+        first = next(
+            (layer for layer in placed if initial_head is not None and layer.number == initial_head[0]), placed[0]
+        )
         layout = layouts[first.name]
-        shown_image = blank_image(layout) if self.image is None else encode_image(self.image)
-        return layers, {**shown_image, "first": layout.first_query(self.at), "of": first.number}
+        shown_image = make_blank_image(layout) if self.image is None else encode_image_as_data_uri(self.image)
+        return layers, {**shown_image, "first": layout.find_initial_query(self.at), "of": first.number}
 
-    def _check_no_image_given(self, layers: Sequence[PageLayer]) -> None:
+    def _check_no_image_arguments(self, layers: Sequence[PageLayer]) -> None:
         """Raise if there is an image, or a patch of one, and no layer to draw on it."""
         if self.image is not None:
             shapes = ", ".join(f"{layer.name} {tuple(layer.view.shape)}" for layer in layers[:3])

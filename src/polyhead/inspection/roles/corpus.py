@@ -24,7 +24,7 @@ _GAP_COLUMNS = (
 )  # fmt: skip
 
 
-class Choice(NamedTuple):
+class PronounChoice(NamedTuple):
     """A pronoun and two names: the words of the one it refers to, and those of the other."""
 
     pronoun: int
@@ -46,31 +46,33 @@ class Sentence(NamedTuple):
     words: tuple[str, ...]
     pairs: Mapping[str, tuple[Pair, ...]]
     tags: tuple[str, ...] = ()
-    choices: tuple[Choice, ...] = ()
+    choices: tuple[PronounChoice, ...] = ()
 
 
-def shipped() -> list[Sentence]:
+def load_shipped_sentences() -> list[Sentence]:
     """The sentences that ship with Polyhead, with dependencies, antecedents of pronouns and words of the same meaning."""
     name = "sentences.conllu"
     text = (files("polyhead.inspection.roles") / name).read_text(encoding="utf-8")
     return list(_parse_conllu(name, text.split("\n")))
 
 
-def known(words: Sequence[str]) -> Sentence | None:
+def find_shipped_sentence(words: Sequence[str]) -> Sentence | None:
     """The shipped sentence that has these words, if there is one."""
     if isinstance(words, str) or not isinstance(words, Sequence):
         raise WrongType(f"words must be a list of str, got {describe_type(words)}")
-    return next((sentence for sentence in shipped() if sentence.words == tuple(words)), None)
+    return next((sentence for sentence in load_shipped_sentences() if sentence.words == tuple(words)), None)
 
 
-def some(sentences: Iterable[Sentence], most: int = 600, *, shortest: int = 5, longest: int = 40) -> list[Sentence]:
-    """The first `most` sentences of ordinary length; enough of a whole treebank."""
-    most, shortest = check_integer("most", most, 0), check_integer("shortest", shortest, 0)
+def filter_by_length(
+    sentences: Iterable[Sentence], limit: int = 600, *, shortest: int = 5, longest: int = 40
+) -> list[Sentence]:
+    """The first `limit` sentences of `shortest` to `longest` words."""
+    limit, shortest = check_integer("limit", limit, 0), check_integer("shortest", shortest, 0)
     longest = check_integer("longest", longest, shortest)
-    return [sentence for sentence in sentences if shortest <= len(sentence.words) <= longest][:most]
+    return [sentence for sentence in sentences if shortest <= len(sentence.words) <= longest][:limit]
 
 
-def treebank(path: str | PathLike[str]) -> list[Sentence]:
+def read_treebank(path: str | PathLike[str]) -> list[Sentence]:
     """The sentences of a CoNLL-U file, as Universal Dependencies publishes treebanks.
 
     The comments `# coref = 9>2` and `# same = 3>8` of a sentence, words counted from 1, are read too.
@@ -84,19 +86,19 @@ def treebank(path: str | PathLike[str]) -> list[Sentence]:
     return sentences
 
 
-def gap(path: str | PathLike[str]) -> list[Sentence]:
+def read_gap(path: str | PathLike[str]) -> list[Sentence]:
     """The texts of a GAP file (Webster 2018) in which the pronoun refers to one of the two names, with that choice.
 
     Raises:
         ValueError: with the path and the line, if it is not a GAP file.
     """
-    sentences = list(_check_sentence_count(path, _read_gap(path)))
+    sentences = list(_check_sentence_count(path, _iterate_gap(path)))
     if not sentences:
         raise ValueError(f"{path} must have a text whose pronoun refers to one of the two names, got none")
     return sentences
 
 
-def _read_gap(path: str | PathLike[str]) -> Iterator[Sentence]:
+def _iterate_gap(path: str | PathLike[str]) -> Iterator[Sentence]:
     lines = _read_lines(path)
     header = tuple(next(lines, "").split("\t"))
     if header != _GAP_COLUMNS:
@@ -116,7 +118,7 @@ def _read_gap(path: str | PathLike[str]) -> Iterator[Sentence]:
             yield _build_gap_sentence(f"{path}, line {line}", entry, "AB" if refers[0] else "BA")
 
 
-def own_pairs(path: str | PathLike[str]) -> list[Sentence]:
+def read_own_pairs(path: str | PathLike[str]) -> list[Sentence]:
     """Sentences with your own pairs: one line per sentence, with its pairs and the name of their relation.
 
         The cat that I saw ran away <tab> ran>cat saw>I <tab> verb to subject
@@ -127,28 +129,28 @@ def own_pairs(path: str | PathLike[str]) -> list[Sentence]:
     Raises:
         ValueError: with the path and the line, if a pair names a word that is not in the sentence.
     """
-    sentences = list(_check_sentence_count(path, _read_own_pairs(path)))
+    sentences = list(_check_sentence_count(path, _iterate_own_pairs(path)))
     if not sentences:
         raise ValueError(f"{path} must have lines of a sentence, a tab and pairs such as ran>cat, got no sentence")
     return sentences
 
 
-def _read_own_pairs(path: str | PathLike[str]) -> Iterator[Sentence]:
+def _iterate_own_pairs(path: str | PathLike[str]) -> Iterator[Sentence]:
     for line, text in enumerate(_read_lines(path), 1):
         if not text.strip() or text.startswith("#"):
             continue
-        place, columns = f"{path}, line {line}", [column.strip() for column in text.split("\t")]
+        location, columns = f"{path}, line {line}", [column.strip() for column in text.split("\t")]
         if not 2 <= len(columns) <= 3 or not all(columns[:2]):
             raise ValueError(
-                f"{place}: a line must be a sentence, a tab, pairs such as ran>cat, and optionally a tab and a name, got "
+                f"{location}: a line must be a sentence, a tab, pairs such as ran>cat, and optionally a tab and a name, got "
                 f"{len(columns)} columns"
             )
         words = tuple(columns[0].split())
-        _check_sentence_length(place, len(words))
+        _check_sentence_length(location, len(words))
         found: dict[str, list[int]] = {}
         for number, word in enumerate(words):
             found.setdefault(word, []).append(number)
-        pairs = tuple(_parse_own_pair(place, pair, words, found) for pair in columns[1].split())
+        pairs = tuple(_parse_own_pair(location, pair, words, found) for pair in columns[1].split())
         yield Sentence(words, {(columns[2:] or ["own pairs"])[0] or "own pairs": pairs})
 
 
@@ -192,9 +194,9 @@ def _check_sentence_count(path: str | PathLike[str], sentences: Iterable[Sentenc
         yield sentence
 
 
-def _check_sentence_length(place: str, words: int) -> None:
+def _check_sentence_length(location: str, words: int) -> None:
     if words > _limits.SENTENCE_WORDS:
-        raise ValueError(f"{place}: a sentence must have at most {_limits.SENTENCE_WORDS:,} words, got more")
+        raise ValueError(f"{location}: a sentence must have at most {_limits.SENTENCE_WORDS:,} words, got more")
 
 
 # CoNLL-U
@@ -225,18 +227,18 @@ def _parse_conllu(name: str, lines: Iterable[str]) -> Iterator[Sentence]:
             words, comments = [], {}
 
 
-def _parse_conllu_word(place: str, row: str, line: int, before: int) -> Iterator[_ConlluWord]:
+def _parse_conllu_word(location: str, row: str, line: int, before: int) -> Iterator[_ConlluWord]:
     columns = row.split("\t")
     if len(columns) != 10:
-        raise ValueError(f"{place}: a line of CoNLL-U must have ten columns, separated by tabs, got {len(columns)}")
+        raise ValueError(f"{location}: a line of CoNLL-U must have ten columns, separated by tabs, got {len(columns)}")
     number, form, _, tag, _, _, head, relation, _, _ = columns
     if re.fullmatch(r"\d+[-.]\d+", number):
         # the range of a contraction such as "don't", or an elided word: not words of the tree
         return
     if number != str(before + 1):
-        raise ValueError(f"{place}: the number of the word must be {before + 1}, got {number!r:.60}")
+        raise ValueError(f"{location}: the number of the word must be {before + 1}, got {number!r:.60}")
     if not _is_short_integer(head):
-        raise ValueError(f"{place}: the head of the word must be an integer, 0 for the root, got {head!r:.60}")
+        raise ValueError(f"{location}: the head of the word must be an integer, 0 for the root, got {head!r:.60}")
     yield _ConlluWord(form, tag, int(head), relation, line)
 
 
@@ -264,64 +266,64 @@ def _is_short_integer(text: str) -> bool:
     return text.isdecimal() and len(text) < 10
 
 
-def _parse_numbered_pair(place: str, pair: str, words: tuple[str, ...]) -> Pair:
+def _parse_numbered_pair(location: str, pair: str, words: tuple[str, ...]) -> Pair:
     """A pair of numbers from 1, such as 9>2."""
     ends = pair.split(">")
     if len(ends) != 2 or not all(map(_is_short_integer, ends)):
-        raise ValueError(f"{place}: a pair must be two numbers of words, such as 9>2, got {pair!r:.60}")
-    start, end = (_parse_word_number(place, number, words) for number in ends)
+        raise ValueError(f"{location}: a pair must be two numbers of words, such as 9>2, got {pair!r:.60}")
+    start, end = (_parse_word_number(location, number, words) for number in ends)
     return start, end
 
 
-def _parse_own_pair(place: str, pair: str, words: tuple[str, ...], found: Mapping[str, list[int]]) -> Pair:
+def _parse_own_pair(location: str, pair: str, words: tuple[str, ...], found: Mapping[str, list[int]]) -> Pair:
     ends = pair.split(">")
     if len(ends) != 2 or not all(ends):
         raise ValueError(
-            f"{place}: a pair must be two words of the sentence, such as ran>cat, or their numbers, got {pair!r:.60}"
+            f"{location}: a pair must be two words of the sentence, such as ran>cat, or their numbers, got {pair!r:.60}"
         )
-    start, end = (_resolve_word(place, word, words, found.get(word, [])) for word in ends)
+    start, end = (_resolve_word_number(location, word, words, found.get(word, [])) for word in ends)
     if start == end:
-        raise ValueError(f"{place}: a pair must name two words, got one word twice, {pair!r:.60}")
+        raise ValueError(f"{location}: a pair must name two words, got one word twice, {pair!r:.60}")
     return start, end
 
 
-def _resolve_word(place: str, name: str, words: tuple[str, ...], occurrences: list[int]) -> int:
+def _resolve_word_number(location: str, name: str, words: tuple[str, ...], occurrences: list[int]) -> int:
     """The number of a word that is given as written, with its occurrences, or as its number from 1."""
     if len(occurrences) == 1:
         return occurrences[0]
     if occurrences:
         numbers = " and ".join(str(number + 1) for number in occurrences[:9])
         raise ValueError(
-            f"{place}: a pair must name a word that occurs once, got {name!r:.60}, which is word {numbers}; write its number"
+            f"{location}: a pair must name a word that occurs once, got {name!r:.60}, which is word {numbers}; write its number"
         )
     if _is_short_integer(name):
-        return _parse_word_number(place, name, words)
-    raise ValueError(f"{place}: a pair must name words of {' '.join(words)!r:.80}, got {name!r:.80}")
+        return _parse_word_number(location, name, words)
+    raise ValueError(f"{location}: a pair must name words of {' '.join(words)!r:.80}, got {name!r:.80}")
 
 
-def _parse_word_number(place: str, number: str, words: tuple[str, ...]) -> int:
+def _parse_word_number(location: str, number: str, words: tuple[str, ...]) -> int:
     if not 1 <= int(number) <= len(words):
-        raise ValueError(f"{place}: the number of a word must be in [1, {len(words)}], got {number:.20}")
+        raise ValueError(f"{location}: the number of a word must be in [1, {len(words)}], got {number:.20}")
     return int(number) - 1
 
 
-def _build_gap_sentence(place: str, entry: Mapping[str, str], names: str) -> Sentence:
+def _build_gap_sentence(location: str, entry: Mapping[str, str], names: str) -> Sentence:
     """A text of GAP, split into words as BERT's tokenizer does; `names` has the right one first."""
     text = entry["Text"]
     split = list(itertools.islice(re.finditer(r"\w+|[^\w\s]", text), _limits.SENTENCE_WORDS + 1))
-    _check_sentence_length(place, len(split))
+    _check_sentence_length(location, len(split))
 
-    def span(column: str) -> tuple[int, ...]:
+    def word_span(column: str) -> tuple[int, ...]:
         offset = entry[f"{column}-offset"]
         begin = int(offset) if _is_short_integer(offset) else -1
         end = begin + len(entry[column])
         if not entry[column].strip():
-            raise ValueError(f"{place}: {column} must be a name in the text, got {entry[column]!r:.60}")
+            raise ValueError(f"{location}: {column} must be a name in the text, got {entry[column]!r:.60}")
         if begin < 0 or text[begin:end] != entry[column]:
             raise ValueError(
-                f"{place}: {column} must be in the text at {column}-offset {offset!r:.60}, got {entry[column]!r:.60}"
+                f"{location}: {column} must be in the text at {column}-offset {offset!r:.60}, got {entry[column]!r:.60}"
             )
         return tuple(number for number, word in enumerate(split) if word.start() < end and word.end() > begin)
 
-    choice = Choice(span("Pronoun")[0], span(names[0]), span(names[1]))
+    choice = PronounChoice(word_span("Pronoun")[0], word_span(names[0]), word_span(names[1]))
     return Sentence(tuple(word.group() for word in split), {}, choices=(choice,))

@@ -1,4 +1,4 @@
-"""Read a corpus with a model, batch by batch, and count what its heads do."""
+"""Run a model on a corpus, batch by batch, and sum the role scores of its heads."""
 
 from __future__ import annotations
 
@@ -12,32 +12,33 @@ from torch import Tensor
 from polyhead.heads import Heads
 from polyhead.inspection.capture.capture import Capture
 from polyhead.inspection.roles.corpus import Sentence
+from polyhead.inspection.roles.role_cards import Card, make_cards
 from polyhead.inspection.roles.role_scores import PairCounts, ScoreSums, score_positional_roles
-from polyhead.inspection.roles.roles import Card, Role, make_cards
-from polyhead.inspection.roles.subject import Subject
-from polyhead.inspection.roles.word_attention import word_attention
+from polyhead.inspection.roles.role_table import Role
+from polyhead.inspection.roles.text_model import TextModel
+from polyhead.inspection.roles.word_attention import compute_word_attention
 from polyhead.inspection.view_properties import allowed_keys_mask, describe_unknown_layers, is_self_attention_of
 from polyhead.models import Tokens
 
 # (layer, head) of every head that is measured
 HeadList = list[tuple[int, int]]
 # the ids of special tokens before a text and after it
-SpecialIdsAround = tuple[tuple[int, ...], tuple[int, ...]]
+SpecialIdsBeforeAndAfter = tuple[tuple[int, ...], tuple[int, ...]]
 # Tokens that are read in one batch, and numbers in one block of weights.
 _BATCH_TOKENS, _MAX_BLOCK_WEIGHTS = 512, 1 << 22
 
 
 class CorpusReading:
-    """One corpus, read batch by batch. Only counts are kept."""
+    """One corpus, read batch by batch. Only sums of scores are kept."""
 
-    def __init__(self, subject: Subject, corpus: Sequence[Sentence], roles: Sequence[Role], what: str) -> None:
-        self.subject, self.roles, self.what = subject, roles, what
+    def __init__(self, model: TextModel, corpus: Sequence[Sentence], roles: Sequence[Role], what: str) -> None:
+        self.model, self.roles, self.what = model, roles, what
         self.heads: HeadList = []
-        self.places: dict[str, ScoreSums] = {}
+        self.position_sums: dict[str, ScoreSums] = {}
         self.pairs: PairCounts | None = None
         self.notes: list[str] = []
-        tokenized = [(sentence, subject.of_words(sentence.words)) for sentence in corpus]
-        limit = subject.positions
+        tokenized = [(sentence, model.tokenize_words(sentence.words)) for sentence in corpus]
+        limit = model.positions
         short = [entry for entry in tokenized if limit is None or len(entry[1].pieces) <= limit]
         if len(short) < len(tokenized):
             left_out = len(tokenized) - len(short)
@@ -45,14 +46,14 @@ class CorpusReading:
                 f"{what}: {left_out} texts were left out; they are longer than the model's {limit} tokens."
             )
         readable = [entry for entry in short if not all(entry[1].special)]
-        self.on = f"{len(readable)} {'texts of GAP' if what == 'GAP' else 'sentences'}"
+        self.measured_on = f"{len(readable)} {'texts of GAP' if what == 'GAP' else 'sentences'}"
         self.batches = _batch_by_length(readable)
 
     @property
-    def special_ids_around(self) -> SpecialIdsAround:
+    def special_ids_before_and_after(self) -> SpecialIdsBeforeAndAfter:
         """The special tokens before a text and after it."""
         _, tokens = self.batches[0][0]
-        words = [place for place, special in enumerate(tokens.special) if not special]
+        words = [position for position, special in enumerate(tokens.special) if not special]
         return tuple(tokens.ids[: words[0]].tolist()), tuple(tokens.ids[words[-1] + 1 :].tolist())
 
     def vocabulary(self) -> Int[Tensor, " ids"]:
@@ -60,28 +61,28 @@ class CorpusReading:
         ids = (tokens.ids[[not special for special in tokens.special]] for batch in self.batches for _, tokens in batch)
         return torch.cat(list(ids)).unique()
 
-    def read(self, batch: Sequence[tuple[Sentence, Tokens]]) -> None:
-        """Let the model read sentences of one length, and count."""
+    def read_batch(self, batch: Sequence[tuple[Sentence, Tokens]]) -> None:
+        """Run the model on sentences of one length, and add their scores."""
         texts = [tokens for _, tokens in batch]
         length = len(texts[0].pieces)
-        seen = self.subject.read(torch.stack([tokens.ids for tokens in texts]))
+        seen = self.model.record_heads(torch.stack([tokens.ids for tokens in texts]))
         if self.pairs is None or not self.heads:
             self.heads = list_self_attention_heads(seen, length)
             self.notes += describe_unknown_layers(seen, length)
             relations = [role.relation for role in self.roles if role.relation is not None]
             self.pairs = PairCounts(len(self.heads), relations)
-        cases = [self.pairs.prepare(sentence, _words_with_tokens(tokens)) for sentence, tokens in batch]
+        cases = [self.pairs.collect_cases(sentence, _mask_of_words_with_tokens(tokens)) for sentence, tokens in batch]
         special = torch.tensor(texts[0].special)
         for block in iterate_weight_blocks(seen, length):
             if self.what == "sentences":
                 query = (~special).nonzero()[:, 0]
-                counts = score_positional_roles(block.weights[..., query, :], query, block.allowed[query], special)
-                _add_score_sums(self.places, counts, block.heads, len(self.heads))
+                sums = score_positional_roles(block.weights[..., query, :], query, block.allowed[query], special)
+                _add_score_sums(self.position_sums, sums, block.heads, len(self.heads))
             for row, (text, (pairs, choices)) in enumerate(zip(texts, cases, strict=True)):
                 if pairs or choices:
-                    self.pairs.add(word_attention(block.weights[row], text), pairs, choices, block.heads)
+                    self.pairs.count_hits(compute_word_attention(block.weights[row], text), pairs, choices, block.heads)
 
-    def cards(self, family: int) -> list[Card]:
+    def make_pair_cards(self, family: int) -> list[Card]:
         """A card for every head, relation and direction that has a case."""
         if self.pairs is None:
             return []
@@ -91,18 +92,24 @@ class CorpusReading:
             number = self.pairs.cases[column]
             if not number:
                 continue
-            share, against = self.pairs.best_guess(column)
-            hits, others = self.pairs.hits[:, column], self.pairs.others[:, column] / number
+            share, baseline_name = self.pairs.best_baseline(column)
+            hits, unrelated = self.pairs.hits[:, column], self.pairs.unrelated_hits[:, column] / number
             ones = torch.full_like(hits, float(number))
             role = by_relation[relation]
-            found = make_cards(self.heads, {role.name: ScoreSums(hits, ones, ones * share, number)}, family, self.on)
-            for card, other in zip(found, others.tolist(), strict=True):
-                cards.append(card._replace(direction=role.direction(direction), against=against, others=other))
+            found = make_cards(
+                self.heads, {role.name: ScoreSums(hits, ones, ones * share, number)}, family, self.measured_on
+            )
+            for card, score in zip(found, unrelated.tolist(), strict=True):
+                cards.append(
+                    card._replace(
+                        direction=role.describe_direction(direction), baseline_name=baseline_name, unrelated_score=score
+                    )
+                )
         return cards
 
 
 def _batch_by_length(corpus: Sequence[tuple[Sentence, Tokens]]) -> list[list[tuple[Sentence, Tokens]]]:
-    """Sentences of one length with special tokens at the same places, in batches."""
+    """Sentences of one length with special tokens at the same positions, in batches."""
     groups: dict[tuple[int, tuple[bool, ...]], list[tuple[Sentence, Tokens]]] = {}
     for sentence, tokens in corpus:
         groups.setdefault((len(tokens.pieces), tokens.special), []).append((sentence, tokens))
@@ -114,23 +121,23 @@ def _batch_by_length(corpus: Sequence[tuple[Sentence, Tokens]]) -> list[list[tup
     ]
 
 
-def _words_with_tokens(tokens: Tokens) -> Bool[Tensor, " words"]:
+def _mask_of_words_with_tokens(tokens: Tokens) -> Bool[Tensor, " words"]:
     numbers = torch.tensor([word for word in tokens.word_of if word is not None])
     return torch.isin(torch.arange(len(tokens.words)), numbers)
 
 
-def _add_score_sums(sums: dict[str, ScoreSums], counts: Mapping[str, ScoreSums], heads: slice, all_heads: int) -> None:
-    """Add the counts of some of the heads."""
-    for name, count in counts.items():
+def _add_score_sums(sums: dict[str, ScoreSums], parts: Mapping[str, ScoreSums], heads: slice, all_heads: int) -> None:
+    """Add the sums of some of the heads."""
+    for name, part in parts.items():
         if name not in sums:
             total, weight, base = torch.zeros(3, all_heads, dtype=torch.float64)
             sums[name] = ScoreSums(total, weight, base, 0)
         total, weight, base, cases = sums[name]
-        total[heads] += count.total.cpu()
-        weight[heads] += count.weight.cpu()
-        base[heads] += count.base.cpu()
+        total[heads] += part.total.cpu()
+        weight[heads] += part.weight.cpu()
+        base[heads] += part.base.cpu()
         # the heads of all blocks have the same cases
-        sums[name] = ScoreSums(total, weight, base, cases + (count.cases if heads.start == 0 else 0))
+        sums[name] = ScoreSums(total, weight, base, cases + (part.cases if heads.start == 0 else 0))
 
 
 def list_self_attention_heads(seen: Capture, tokens: int) -> HeadList:
@@ -144,7 +151,7 @@ def list_self_attention_heads(seen: Capture, tokens: int) -> HeadList:
 
 
 class WeightBlock(NamedTuple):
-    """The weights of consecutive heads: their places in the list of heads, and the keys they may attend to."""
+    """The weights of consecutive heads: their range in the list of heads, and the keys they may attend to."""
 
     heads: slice
     weights: Float[Tensor, "batch heads tokens tokens"]

@@ -9,8 +9,8 @@ import torch
 
 from polyhead.heads import Heads
 from polyhead.inspection.measured_heads import MeasuredHeads
-from polyhead.inspection.roles.roles import Card, Found
-from polyhead.inspection.roles.word_attention import word_attention
+from polyhead.inspection.roles.role_cards import Card, FoundRoles
+from polyhead.inspection.roles.word_attention import compute_word_attention
 from polyhead.inspection.view_properties import is_self_attention_of
 from polyhead.models import Tokens
 
@@ -36,11 +36,11 @@ def count_special_token_heads(seen: Mapping[str, Heads], text: Tokens) -> Specia
         return None
     words = ~torch.tensor(text.special)
     counts = [0, 0, 0]
-    for layer in MeasuredHeads.of(seen).layers.values():
+    for layer in MeasuredHeads.wrap(seen).layers.values():
         if not is_self_attention_of(layer.heads, len(text.pieces)):
             continue
         metrics = layer.metrics(text.special)
-        weight, share = metrics.numbers["weight special"], metrics.share("special")
+        weight, share = metrics.numbers["weight special"], metrics.contribution_share("special")
         counts[0] += len(weight)
         counts[1] += int((weight[:, words].mean(-1) > 0.5).sum())
         counts[2] += int((share[:, words].mean(-1) > 0.5).sum())
@@ -57,13 +57,13 @@ class StrongestWordPair(NamedTuple):
 
 
 @torch.no_grad()
-def strongest_head_per_pair(
+def find_strongest_head_per_pair(
     seen: Mapping[str, Heads], text: Tokens, pairs: Sequence[tuple[str, str]]
 ) -> list[StrongestWordPair]:
     """For each (query, key) pair of words, by their first occurrence, the head with the largest weight."""
     best: dict[tuple[str, str], StrongestWordPair] = {}
-    for number, layer in enumerate(MeasuredHeads.of(seen).layers.values()):
-        weights = word_attention(layer.weights, text)
+    for number, layer in enumerate(MeasuredHeads.wrap(seen).layers.values()):
+        weights = compute_word_attention(layer.weights, text)
         for query, key in pairs:
             weight, head = weights[:, text.words.index(query), text.words.index(key)].max(0)
             if (query, key) not in best or float(weight) > best[query, key].weight:
@@ -71,14 +71,14 @@ def strongest_head_per_pair(
     return [best[pair] for pair in pairs]
 
 
-# Roles by how interesting they are: misleading patterns, meaning, grammar, positions.
+# Roles by how interesting they are: misleading patterns, meaning, grammar, positions. A user's own pairs rank with grammar.
 _ROLES_BY_INTEREST = (
-    "one word for all", "coreference", "same meaning", "relative clause", "subject-verb", "object-verb", "determiner-noun",
+    "one word for all", "coreference", "coreference of names", "same meaning", "relative clause", "subject-verb", "object-verb", "determiner-noun",
     "adjective-noun", "preposition", "auxiliary", "induction", "previous token", "next token", "self", "delimiter",
     "first token", "local", "long range", "broad",
 )  # fmt: skip
 _SENTENCE_TEMPLATES = {
-    "one word for all": "In {head} nearly all words attend to “{key}”: a single pair of words means nothing there.",
+    "one word for all": "In {head} nearly all words attend to “{key}”, so a large weight between two words is no evidence of a relation in this head.",
     "previous token": "{head} attends to the previous token, with {score:.0%} of its weight.",
     "next token": "{head} attends to the next token, with {score:.0%} of its weight.",
     "self": "{head} attends to the token itself, with {score:.0%} of its weight.",
@@ -90,17 +90,17 @@ _SENTENCE_TEMPLATES = {
     "induction": "{head} is an induction head: it attends to the token after the previous occurrence, with {score:.0%} of its weight.",
 }
 _PAIR_SENTENCE_TEMPLATE = (
-    "{head} finds {role} pairs: {score:.0%} of {cases} cases are right; {against} is right in {baseline:.0%}."
+    "{head}: {role} accuracy {score:.0%} on {cases} pairs; baseline ({baseline_name}) {baseline:.0%}."
 )
 
 
-def pick_headline_card(found: Found) -> Card | None:
+def pick_headline_card(found: FoundRoles) -> Card | None:
     """The card to show first: the highest score of the most interesting role that has a pair in this text."""
     rank = {role: number for number, role in enumerate(_ROLES_BY_INTEREST)}
     with_pair = [card for card in found.cards if card.pair is not None]
     return min(
         with_pair or found.cards,
-        key=lambda card: (rank.get(card.role, 3), -card.score, _negative_pair_weight(card)),
+        key=lambda card: (rank.get(card.role, rank["relative clause"]), -card.score, _negative_pair_weight(card)),
         default=None,
     )
 
@@ -115,5 +115,5 @@ def card_to_sentence(card: Card | None) -> str:
         return "No head stands out: no role is above its baseline."
     return _SENTENCE_TEMPLATES.get(card.role, _PAIR_SENTENCE_TEMPLATE).format(
         head=card.name, role=card.role, score=card.score, cases=card.cases, baseline=card.baseline,
-        against=card.against or "the baseline", key="" if card.pair is None else card.pair[1],
+        baseline_name=card.baseline_name or "fixed offset", key="" if card.pair is None else card.pair[1],
     )  # fmt: skip

@@ -1,6 +1,6 @@
-"""Counts over attention weights: on which positions weight lies, how far it reaches, which pairs of words it finds.
+"""Per-head sums of role scores over attention weights: weight on positions, spread, and correct pairs of words.
 
-Only counts are kept, one per head. `roles` says what they mean.
+Only sums are kept. `role_table` says what the scores mean, `role_cards` compares them with their baselines.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from polyhead.inspection.roles.corpus import Choice, Pair, Sentence
+from polyhead.inspection.roles.corpus import Pair, PronounChoice, Sentence
 
 Candidates = Literal["words", "nouns", "content words", "two names"]
 _CANDIDATE_TAGS = {"nouns": ("NOUN", "PROPN"), "content words": ("NOUN", "PROPN", "VERB", "ADJ", "ADV")}
@@ -47,7 +47,7 @@ def score_positional_roles(
     allowed: Bool[Tensor, "queries keys"],
     special: Bool[Tensor, " keys"],
 ) -> dict[str, ScoreSums]:
-    """Count where the weight of some queries lies and how far it reaches, by the names of roles.
+    """Sum the scores of positional and spread roles over some queries, by the names of roles.
 
     Args:
         weights: rows that sum to 1.
@@ -72,7 +72,7 @@ def score_positional_roles(
 
 
 def _score_spread_roles(weights: Tensor, at: Tensor, words: Tensor) -> dict[str, ScoreSums]:
-    """How evenly and how far the weight on words is spread; a query counts by its weight on words."""
+    """How evenly and how far the weight on words is spread; each query is weighted by its attention mass on words."""
     number, far = words.sum(-1), (torch.arange(weights.shape[-1], device=at.device) - at[:, None]).abs() * words
     counts = number >= _MIN_WORDS
     farthest = far.amax(-1).clamp(min=1)
@@ -98,12 +98,12 @@ def _sum_scores(found: Tensor, base: Tensor, counts: Tensor, weight: Tensor | No
     return ScoreSums(total(found), total(weight), total(base * weight), rows * int(counts.sum()))
 
 
-def unique_max(
+def max_and_unique_argmax(
     weights: Float[Tensor, "... rows columns"],
 ) -> tuple[Float[Tensor, "... rows"], Int[Tensor, "... rows"]]:
-    """The largest weight of each row and its column; -1 without a unique largest one, as in uniform attention.
+    """Row maximum and argmax; the argmax is -1 if the maximum is tied (uniform attention) or the row is all zeros.
 
-    A row of zeros has none either, such as that of the first word of a causal model.
+    The first word of a causal model has a row of zeros.
     """
     if weights.shape[-1] < 2:
         strength = weights.sum(-1)
@@ -120,8 +120,8 @@ class Relation(NamedTuple):
     among: Candidates = "words"
 
     @property
-    def directions(self) -> int:
-        """2 if either word may search for the other, 1 if not: pronouns search for nouns."""
+    def direction_count(self) -> int:
+        """2 if scored in both directions, 1 if only from the first word to the second (pronoun to noun)."""
         return 2 if self.among in ("words", "content words") else 1
 
 
@@ -138,15 +138,19 @@ class PairCounts:
     """How often the strongest other word is the right one, one column per relation and direction."""
 
     def __init__(self, heads: int, relations: Sequence[Relation]) -> None:
-        self.columns = [(relation, direction) for relation in relations for direction in range(relation.directions)]
+        self.columns = [
+            (relation, direction) for relation in relations for direction in range(relation.direction_count)
+        ]
         shape = (heads, len(self.columns))
-        self.hits, self.others = (torch.zeros(shape, dtype=torch.float64) for _ in range(2))
+        self.hits, self.unrelated_hits = (torch.zeros(shape, dtype=torch.float64) for _ in range(2))
         self.cases = [0] * len(self.columns)
-        # how often each guess that needs no model is right
-        self.guesses: list[Counter[int | str]] = [Counter() for _ in self.columns]
+        # how often each baseline, a heuristic without a model, is right
+        self.baseline_hits: list[Counter[int | str]] = [Counter() for _ in self.columns]
 
-    def prepare(self, sentence: Sentence, readable: Bool[Tensor, " words"]) -> tuple[list[PairCases], list[Choice]]:
-        """The cases of a sentence; guesses are counted at once. Words without a token have no case."""
+    def collect_cases(
+        self, sentence: Sentence, readable: Bool[Tensor, " words"]
+    ) -> tuple[list[PairCases], list[PronounChoice]]:
+        """The cases of a sentence; the hits of baselines are counted at once. Words without a token have no case."""
         groups: dict[Candidates, list[tuple[int, int, int]]] = {}
         has_token = readable.tolist()
         for column, (relation, direction) in enumerate(self.columns):
@@ -155,50 +159,52 @@ class PairCounts:
                     start, end = reversed(pair) if direction else pair
                     groups.setdefault(relation.among, []).append((column, start, end))
                     self.cases[column] += 1
-                    self.guesses[column].update(_correct_guesses_without_model(sentence, (start, end), relation.among))
+                    self.baseline_hits[column].update(_correct_baselines(sentence, (start, end), relation.among))
         cases = []
         for among, rows in groups.items():
             candidates = torch.tensor([_is_candidate(sentence, word, among) for word in range(len(has_token))])
             cases.append(PairCases(candidates & readable, *torch.tensor(rows).T))
-        column_of_choices = self._choice_column()
+        column_of_choices = self._find_name_choice_column()
         choices = [] if column_of_choices is None else [c for c in sentence.choices if _has_all_tokens(c, has_token)]
         for choice in choices:
             assert column_of_choices is not None
             self.cases[column_of_choices] += 1
-            self.guesses[column_of_choices].update(_correct_guesses_of_name(choice))
+            self.baseline_hits[column_of_choices].update(_correct_name_baselines(choice))
         return cases, choices
 
-    def add(
+    def count_hits(
         self,
         words: Float[Tensor, "heads words words"],
         cases: Sequence[PairCases],
-        choices: Sequence[Choice],
-        at: slice,
+        choices: Sequence[PronounChoice],
+        head_range: slice,
     ) -> None:
-        """Count one sentence for the heads in `at`, from the attention between its words."""
-        own = torch.eye(words.shape[-1], dtype=torch.bool)
+        """Count the hits of the heads in `head_range` in one sentence, from the attention between its words."""
+        is_self = torch.eye(words.shape[-1], dtype=torch.bool)
         for candidates, column, start, end in cases:
-            strength, top = unique_max(words.masked_fill(own | ~candidates, 0.0))
+            strength, top = max_and_unique_argmax(words.masked_fill(is_self | ~candidates, 0.0))
             hit = (top[:, start] == end).double()
             chosen = torch.zeros(len(top), words.shape[-1] + 1).scatter_add_(1, top + 1, torch.ones_like(strength))
-            others = (chosen[:, end + 1] - hit) / max(1, words.shape[-1] - 2)
-            self.hits[at].index_add_(1, column, hit)
-            self.others[at].index_add_(1, column, others)
+            unrelated = (chosen[:, end + 1] - hit) / max(1, words.shape[-1] - 2)
+            self.hits[head_range].index_add_(1, column, hit)
+            self.unrelated_hits[head_range].index_add_(1, column, unrelated)
         for pronoun, right, wrong in choices:
             prefers = words[..., list(right)].amax(-1) > words[..., list(wrong)].amax(-1)
             rest = torch.ones(words.shape[-1], dtype=torch.bool)
             rest[[pronoun, *right, *wrong]] = False
-            column_of_choices = self._choice_column()
-            self.hits[at, column_of_choices] += prefers[:, pronoun]
-            self.others[at, column_of_choices] += prefers[:, rest].double().mean(-1) if rest.any() else 0.0
+            column_of_choices = self._find_name_choice_column()
+            self.hits[head_range, column_of_choices] += prefers[:, pronoun]
+            self.unrelated_hits[head_range, column_of_choices] += (
+                prefers[:, rest].double().mean(-1) if rest.any() else 0.0
+            )
 
-    def _choice_column(self) -> int | None:
+    def _find_name_choice_column(self) -> int | None:
         """The column of choices between two names, if there is one."""
         return next((n for n, (relation, _) in enumerate(self.columns) if relation.among == "two names"), None)
 
-    def best_guess(self, column: int) -> tuple[float, str]:
-        """How often the best guess without a model is right, and its name."""
-        best = max(self.guesses[column].items(), key=lambda item: item[1], default=(0, 0))
+    def best_baseline(self, column: int) -> tuple[float, str]:
+        """How often the best baseline is right, and its name."""
+        best = max(self.baseline_hits[column].items(), key=lambda item: item[1], default=(0, 0))
         share = best[1] / max(1, self.cases[column])
         if self.columns[column][0].among == "two names" and share < 0.5:
             return 0.5, "chance"
@@ -210,12 +216,12 @@ def _is_candidate(sentence: Sentence, word: int, among: Candidates) -> bool:
     return among == "words" or not sentence.tags or sentence.tags[word] in _CANDIDATE_TAGS[among]
 
 
-def _has_all_tokens(choice: Choice, has_token: list[bool]) -> bool:
+def _has_all_tokens(choice: PronounChoice, has_token: list[bool]) -> bool:
     return all(has_token[word] for word in (choice.pronoun, *choice.right, *choice.wrong))
 
 
-def _correct_guesses_without_model(sentence: Sentence, pair: Pair, among: Candidates) -> list[int | str]:
-    """The guesses that find this pair without a model: its offset, and the rules that apply."""
+def _correct_baselines(sentence: Sentence, pair: Pair, among: Candidates) -> list[int | str]:
+    """The model-free baselines that predict this pair: its offset, the nearest noun, the first noun, the nearest word of a tag."""
     start, end = pair
     right: list[int | str] = [end - start]
     if among == "words" or not sentence.tags:
@@ -232,7 +238,7 @@ def _correct_guesses_without_model(sentence: Sentence, pair: Pair, among: Candid
     return right
 
 
-def _correct_guesses_of_name(choice: Choice) -> list[str]:
+def _correct_name_baselines(choice: PronounChoice) -> list[str]:
     gap = lambda words: min(abs(word - choice.pronoun) for word in words)
     nearer = "the nearer name" if gap(choice.right) < gap(choice.wrong) else "the farther name"
     first = "the first name" if choice.right < choice.wrong else "the second name"

@@ -1,4 +1,4 @@
-"""What heads do in one text: where weight lies, whether all words attend to one word, and the strongest pairs."""
+"""Roles of heads in one text: weight on positions, one word that all words attend to, and the strongest pairs."""
 
 from __future__ import annotations
 
@@ -13,15 +13,21 @@ from polyhead._checks import WrongType, check_integer, describe_type
 from polyhead.heads import Heads
 from polyhead.inspection.measured_heads import MeasuredHeads, MeasuredLayer
 from polyhead.inspection.roles.corpus import Sentence
+from polyhead.inspection.roles.role_cards import Card, FoundRoles, make_cards
 from polyhead.inspection.roles.role_scores import (
     ScoreSums,
+    max_and_unique_argmax,
     score_positional_roles,
     target_position_per_role,
-    unique_max,
 )
-from polyhead.inspection.roles.roles import ROLES, Card, Found, make_cards
-from polyhead.inspection.roles.word_attention import word_attention
-from polyhead.inspection.view_properties import allowed_keys_mask, count_batch_rows, is_on_graph, is_self_attention_of
+from polyhead.inspection.roles.role_table import ROLES
+from polyhead.inspection.roles.word_attention import compute_word_attention
+from polyhead.inspection.view_properties import (
+    allowed_keys_mask,
+    count_batch_entries,
+    is_on_graph,
+    is_self_attention_of,
+)
 from polyhead.models import Tokens
 
 # Words of a long text that are measured, evenly spaced; and numbers in one block of weights.
@@ -36,7 +42,7 @@ PairPerHead = list[tuple[str, str, float] | None]
 PairKind = str | tuple[str, int]
 
 
-def positional(heads: Heads | Mapping[str, Heads], text: Tokens | None = None, *, batch: int = 0) -> Found:
+def find_roles_in_text(heads: Heads | Mapping[str, Heads], text: Tokens | None = None, *, batch: int = 0) -> FoundRoles:
     """Find what recorded heads do in one text, without the model: positions, spread, and one word for all.
 
     Layers in which the text does not attend to itself (cross-attention, graphs) are skipped. In a long text 512 evenly spaced words
@@ -49,37 +55,39 @@ def positional(heads: Heads | Mapping[str, Heads], text: Tokens | None = None, *
     """
     _check_text(text)
     layers = _collect_evidence(heads, text, batch)
-    return Found.of_all(_add_strongest_pairs([card for cards in _make_text_cards(layers) for card in cards], layers))
+    return FoundRoles.from_cards(
+        _add_strongest_pairs([card for cards in _make_text_cards(layers) for card in cards], layers)
+    )
 
 
 def add_text_evidence(
-    found: Found,
+    found: FoundRoles,
     heads: Heads | Mapping[str, Heads],
     text: Tokens | None = None,
     *,
     batch: int = 0,
     sentence: Sentence | None = None,
-) -> Found:
+) -> FoundRoles:
     """Add to the roles of a model their strongest pairs in one text, and the heads in which all words attend to one word.
 
     Such a head seems to find subjects, objects and more in this text, so its roles of pairs name no pair.
 
     Args:
-        found: the result of `find`.
-        heads: as in `positional`.
-        text: as in `positional`.
-        batch: as in `positional`.
-        sentence: the known relations between the words (`corpus.known`): a role of pairs then shows the strongest of its own pairs,
+        found: the result of `find_roles`.
+        heads: as in `find_roles_in_text`.
+        text: as in `find_roles_in_text`.
+        batch: as in `find_roles_in_text`.
+        sentence: the known relations between the words (`corpus.find_shipped_sentence`): a role of pairs then shows the strongest of its own pairs,
             and none without it.
     """
-    if not isinstance(found, Found):
-        raise WrongType(f"found must be a Found, as `find` returns it, got {describe_type(found)}")
+    if not isinstance(found, FoundRoles):
+        raise WrongType(f"found must be a FoundRoles, as `find_roles` returns it, got {describe_type(found)}")
     _check_text(text)
     if sentence is not None and (text is None or sentence.words != text.words):
         raise ValueError(f"sentence must have the words of the text, got {' '.join(sentence.words)!r:.80}")
     layers = _collect_evidence(heads, text, batch, sentence)
     _, one_word = _make_text_cards(layers)
-    return Found.of_all(_add_strongest_pairs([*found.measured, *one_word], layers), found.notes)
+    return FoundRoles.from_cards(_add_strongest_pairs([*found.measured, *one_word], layers), found.notes)
 
 
 def _check_text(text: object) -> None:
@@ -92,7 +100,7 @@ class _LayerEvidence(NamedTuple):
 
     layer: int
     heads: list[int]
-    places: dict[str, ScoreSums]
+    position_sums: dict[str, ScoreSums]
     one_word: ScoreSums
     words: int
     pairs: dict[PairKind, PairPerHead]
@@ -104,21 +112,21 @@ def _make_text_cards(layers: Sequence[_LayerEvidence]) -> tuple[list[Card], list
     if not layers:
         return [], []
     heads = [(layer.layer, head) for layer in layers for head in layer.heads]
-    names = [name for name in layers[0].places if all(name in layer.places for layer in layers)]
-    counts = {name: _concatenate_layers([layer.places[name] for layer in layers]) for name in names}
+    names = [name for name in layers[0].position_sums if all(name in layer.position_sums for layer in layers)]
+    sums = {name: _concatenate_layers([layer.position_sums[name] for layer in layers]) for name in names}
     family = len(heads) * (len(names) + 1)
     one_word = {_ONE_WORD_ROLE: _concatenate_layers([layer.one_word for layer in layers])}
     # one of the words is picked, too
     return (
-        make_cards(heads, counts, family, "this text"),
+        make_cards(heads, sums, family, "this text"),
         make_cards(heads, one_word, family * max(layer.words for layer in layers), "this text"),
     )
 
 
-def _concatenate_layers(counts: Sequence[ScoreSums]) -> ScoreSums:
-    """The counts of all layers, head after head."""
-    total, weight, base = (torch.cat(parts) for parts in zip(*(count[:3] for count in counts), strict=True))
-    return ScoreSums(total, weight, base, min(count.cases for count in counts))
+def _concatenate_layers(sums: Sequence[ScoreSums]) -> ScoreSums:
+    """The sums of all layers, head after head."""
+    total, weight, base = (torch.cat(parts) for parts in zip(*(of_layer[:3] for of_layer in sums), strict=True))
+    return ScoreSums(total, weight, base, min(of_layer.cases for of_layer in sums))
 
 
 def _add_strongest_pairs(cards: Sequence[Card], layers: Sequence[_LayerEvidence]) -> list[Card]:
@@ -133,12 +141,12 @@ def _add_strongest_pairs(cards: Sequence[Card], layers: Sequence[_LayerEvidence]
     result = []
     for card in cards:
         misleading = _PROBE_BY_ROLE.get(card.role, "pairs") == "pairs" and (card.layer, card.head) in artefacts
-        kind = None if misleading else _pair_kind(card, annotated)
+        kind = None if misleading else _pair_kind_of_card(card, annotated)
         result.append(card._replace(pair=None if kind is None else pairs.get((card.layer, card.head, kind))))
     return result
 
 
-def _pair_kind(card: Card, annotated: bool) -> PairKind | None:
+def _pair_kind_of_card(card: Card, annotated: bool) -> PairKind | None:
     """The kind of pairs whose strongest is evidence for a role."""
     role = next((role for role in ROLES if role.name == card.role), None)
     if role is None:
@@ -148,24 +156,24 @@ def _pair_kind(card: Card, annotated: bool) -> PairKind | None:
     if role.relation is None:
         return role.name
     # without annotations, the strongest pair of a head says nothing about the role
-    return (role.relation.name, int(card.direction != role.direction(0))) if annotated else None
+    return (role.relation.name, int(card.direction != role.describe_direction(0))) if annotated else None
 
 
 def _collect_evidence(
     heads: Heads | Mapping[str, Heads], text: Tokens | None, batch: int, sentence: Sentence | None = None
 ) -> list[_LayerEvidence]:
     """The evidence of every layer in which the text attends to itself."""
-    measured = MeasuredHeads.of(heads, batch)
+    measured = MeasuredHeads.wrap(heads, batch)
     found = []
     for number, layer in enumerate(measured.layers.values()):
         view = layer.heads
         tokens = view.shape[-1]
         is_whole = not is_on_graph(view) and tokens == view.part.call.sizes.queries
         if is_whole and is_self_attention_of(view, tokens) and (text is None or len(text) == tokens):
-            rows = count_batch_rows(view)
+            rows = count_batch_entries(view)
             check_integer("batch", batch, 0, rows - 1, hint=f"there are {rows} rows")
-            read = Tokens.of_pieces([str(i) for i in range(tokens)]) if text is None else text
-            found.append(_LayerReader(layer, read, batch, sentence).read(number))
+            tokens_read = Tokens.of_pieces([str(i) for i in range(tokens)]) if text is None else text
+            found.append(_LayerEvidenceReader(layer, tokens_read, batch, sentence).read_layer(number))
     if text is not None and measured and not found:
         shapes = ", ".join(str(tuple(view.shape)) for view in list(measured.values())[:3])
         raise ValueError(
@@ -174,53 +182,53 @@ def _collect_evidence(
     return found
 
 
-class _LayerReader:
+class _LayerEvidenceReader:
     """Reads the weights of one layer in one text, some words at a time."""
 
     def __init__(self, layer: MeasuredLayer, text: Tokens, batch: int, sentence: Sentence | None) -> None:
         self._layer, self._text, self._batch, self._sentence = layer, text, batch, sentence
         self._heads: list[int] = layer.heads.part.indices("heads").tolist()
         self._special = torch.tensor(text.special, dtype=torch.bool)
-        self._places: dict[str, ScoreSums] = {}
+        self._position_sums: dict[str, ScoreSums] = {}
         self._best: dict[PairKind, _StrongestPairs] = {}
         self._one_word = _OneWordCounter(len(self._heads), text.words)
 
     @torch.no_grad()
-    def read(self, number: int) -> _LayerEvidence:
+    def read_layer(self, number: int) -> _LayerEvidence:
         """Read all words, or 512 of a long text."""
-        for words, at in _word_blocks(self._text, len(self._heads)):
+        for words, at in _iterate_word_blocks(self._text, len(self._heads)):
             self._read_words(words, at)
         pairs = {kind: best.pairs for kind, best in self._best.items()}
-        count, one_word_pairs = self._one_word.result()
+        count, one_word_pairs = self._one_word.count_and_pairs()
         if one_word_pairs:
             pairs[_ONE_WORD_ROLE] = one_word_pairs
         total = len(self._text.words)
-        return _LayerEvidence(number, self._heads, self._places, count, total, pairs, self._sentence is not None)
+        return _LayerEvidence(number, self._heads, self._position_sums, count, total, pairs, self._sentence is not None)
 
     def _read_words(self, words: list[int], at: list[int]) -> None:
         """Read some words, whose pieces are the queries `at`."""
         text, view = self._text, self._layer.heads
-        weights = self._layer.weights_of(at)
+        weights = self._layer.weights_of_queries(at)
         mask = allowed_keys_mask(view, torch.tensor(at, device=view.device), self._batch)
         for name, count in score_positional_roles(weights, torch.tensor(at), mask, self._special).items():
-            self._places[name] = self._places[name] + count if name in self._places else count
+            self._position_sums[name] = self._position_sums[name] + count if name in self._position_sums else count
         rows = Tokens.of_pieces(
             [text.pieces[i] for i in at], _renumber_words(text, at), [text.words[word] for word in words]
         )
-        between = word_attention(weights, rows, text)
+        between = compute_word_attention(weights, rows, text)
         between[:, torch.arange(len(words)), words] = 0.0
-        self._one_word.add(between, (word_attention(mask.float(), rows, text) > 0).sum(-1) - 1, words)
+        self._one_word.add(between, (compute_word_attention(mask.float(), rows, text) > 0).sum(-1) - 1, words)
         self._keep_strongest_word_pairs(between, words)
         self._keep_strongest_piece_pairs(weights, at)
 
     def _keep_strongest_word_pairs(self, between: Float[Tensor, "heads some words"], words: list[int]) -> None:
         """Keep the strongest pairs of words: of any two, and of each relation and direction."""
         names = self._text.words
-        self._best.setdefault("words", _StrongestPairs(names)).see(between, words)
+        self._best.setdefault("words", _StrongestPairs(names)).update(between, words)
         for relation, pairs in _pairs_by_relation(self._sentence):
             related = torch.zeros(len(names), len(names))
             related[tuple(zip(*pairs, strict=True))] = 1.0
-            self._best.setdefault(relation, _StrongestPairs(names)).see(between * related[words], words)
+            self._best.setdefault(relation, _StrongestPairs(names)).update(between * related[words], words)
 
     def _keep_strongest_piece_pairs(self, weights: Float[Tensor, "heads some keys"], at: list[int]) -> None:
         """Keep the strongest pairs of pieces for each positional role."""
@@ -228,7 +236,7 @@ class _LayerReader:
         masks: dict[str, Bool[Tensor, "some keys"]]
         masks = {name: target[:, None] == key for name, target in target_position_per_role(torch.tensor(at)).items()}
         for name, mask in (masks | {"delimiter": self._special.expand(len(at), -1)}).items():
-            self._best.setdefault(name, _StrongestPairs(self._text.pieces)).see(weights * mask, at)
+            self._best.setdefault(name, _StrongestPairs(self._text.pieces)).update(weights * mask, at)
 
 
 def _pairs_by_relation(sentence: Sentence | None) -> Iterator[tuple[tuple[str, int], Sequence[tuple[int, int]]]]:
@@ -239,7 +247,7 @@ def _pairs_by_relation(sentence: Sentence | None) -> Iterator[tuple[tuple[str, i
             yield (name, 1), [(end, start) for start, end in pairs]
 
 
-def _word_blocks(text: Tokens, heads: int) -> Iterator[tuple[list[int], list[int]]]:
+def _iterate_word_blocks(text: Tokens, heads: int) -> Iterator[tuple[list[int], list[int]]]:
     """Some words at a time, with their pieces: as many as fit a block of weights."""
     pieces: dict[int, list[int]] = {}
     for piece, word in enumerate(text.word_of):
@@ -280,7 +288,7 @@ class _OneWordCounter:
         self, between: Float[Tensor, "heads some words"], others: Int[Tensor, " some"], words: Sequence[int]
     ) -> None:
         """Add some words: their attention to all words, and how many other words they may attend to."""
-        strength, top = unique_max(between)
+        strength, top = max_and_unique_argmax(between)
         uniform = between.sum(-1) / others.clamp(min=1)
         # the first words of a causal model have hardly any other word to attend to
         self._tops.append(top.masked_fill((others < _MIN_OTHER_WORDS) | ~(strength > _MIN_TIMES_UNIFORM * uniform), -1))
@@ -288,11 +296,11 @@ class _OneWordCounter:
         self._chances.append(1 / others[others >= _MIN_OTHER_WORDS].double())
         self._queries += words
 
-    def result(self) -> tuple[ScoreSums, PairPerHead]:
+    def count_and_pairs(self) -> tuple[ScoreSums, PairPerHead]:
         """The count, and for each head the strongest pair with its word; no pairs without words."""
         top = torch.cat(self._tops, -1) if self._tops else torch.zeros(self._heads, 0, dtype=torch.long)
         chances = torch.cat(self._chances) if self._chances else torch.zeros(0)
-        number, word = self._most_chosen(top)
+        number, word = self._find_most_chosen_word(top)
         others = max(0, len(chances) - 1)
         weight = torch.full((self._heads,), float(others), dtype=torch.float64)
         expected = weight * (float(chances.mean()) if len(chances) else 1.0)
@@ -303,7 +311,7 @@ class _OneWordCounter:
         ends = zip(to_word.argmax(-1).tolist(), word.tolist(), to_word.amax(-1).tolist(), strict=True)
         return count, [(self._words[self._queries[row]], self._words[end], value) for row, end, value in ends]
 
-    def _most_chosen(self, top: Int[Tensor, "heads some"]) -> tuple[Tensor, Int[Tensor, " heads"]]:
+    def _find_most_chosen_word(self, top: Int[Tensor, "heads some"]) -> tuple[Tensor, Int[Tensor, " heads"]]:
         """The word that is strongest for most words, and for how many."""
         votes = torch.zeros(len(top), max(1, len(self._words)) + 1)
         votes.scatter_add_(1, top + 1, torch.ones_like(top, dtype=torch.float))
@@ -312,16 +320,16 @@ class _OneWordCounter:
 
 
 class _StrongestPairs:
-    """The strongest pair of each head so far; it must be stronger than in uniform attention."""
+    """The strongest pair of each head so far, among pairs with more weight than in uniform attention."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names = names
         self.pairs: PairPerHead = []
 
-    def see(self, weights: Float[Tensor, "heads rows columns"], rows: Sequence[int]) -> None:
-        strength, place = weights.flatten(1).max(-1)
+    def update(self, weights: Float[Tensor, "heads rows columns"], rows: Sequence[int]) -> None:
+        strength, position = weights.flatten(1).max(-1)
         self.pairs = self.pairs or [None] * len(weights)
-        for head, (value, at) in enumerate(zip(strength.tolist(), place.tolist(), strict=True)):
+        for head, (value, at) in enumerate(zip(strength.tolist(), position.tolist(), strict=True)):
             best = self.pairs[head]
             if value > (1 / weights.shape[-1] if best is None else best[2]):
                 row, column = divmod(at, weights.shape[-1])

@@ -3,7 +3,7 @@
 const $ = (id) => document.getElementById(id);
 
 // Create an HTML element. Children that are strings become text, never HTML.
-function el(name, attributes = {}, ...children) {
+function htmlElement(name, attributes = {}, ...children) {
   const node = document.createElement(name);
   for (const [key, value] of Object.entries(attributes)) {
     if (key === "on") for (const [event, run] of Object.entries(value)) node.addEventListener(event, run);
@@ -14,7 +14,7 @@ function el(name, attributes = {}, ...children) {
   return node;
 }
 
-function svg(name, attributes = {}, ...children) {
+function svgElement(name, attributes = {}, ...children) {
   const node = document.createElementNS("http://www.w3.org/2000/svg", name);
   for (const [key, value] of Object.entries(attributes)) if (value !== null && value !== undefined) node.setAttribute(key, value);
   node.append(...children.flat().filter(Boolean));
@@ -22,20 +22,20 @@ function svg(name, attributes = {}, ...children) {
 }
 
 // A token inside other text, with its own writing direction.
-const token = (text) => el("bdi", { class: "token", dir: "auto" }, visibleText(text));
+const tokenElement = (text) => htmlElement("bdi", { class: "token", dir: "auto" }, makeWhitespaceVisible(text));
 // Make white space visible.
-const visibleText = (text) => (/^\s*$/.test(text) ? (text === "" ? "∅" : text.replace(/\n/g, "⏎").replace(/\t/g, "⇥").replace(/\s/g, "␣")) : text);
+const makeWhitespaceVisible = (text) => (/^\s*$/.test(text) ? (text === "" ? "∅" : text.replace(/\n/g, "⏎").replace(/\t/g, "⇥").replace(/\s/g, "␣")) : text);
 
 const formatNumber = (x, digits = 2) => (x === null || x === undefined || Number.isNaN(x) ? "–" : x.toFixed(digits));
 const formatPercent = (x) => (x === null || x === undefined ? "–" : x > 0 && x < 0.01 ? "< 1 %" : `${Math.round(100 * x)} %`);
 // A weight with three digits, or in exponential notation if it is tiny.
 const formatWeight = (w) => (w > 0 && w < 0.0005 ? w.toExponential(1) : formatNumber(w, 3));
 // A weight in a small cell: .56
-const formatShort = (w) => (w >= 0.995 ? "1" : w < 0.005 ? "0" : w.toFixed(2).slice(1));
+const formatWeightShort = (w) => (w >= 0.995 ? "1" : w < 0.005 ? "0" : w.toFixed(2).slice(1));
 const measureName = () => (state.measure === "weight" ? "weight" : "contribution");
 
 // Resize a canvas for the device's pixel ratio and clear it; return its context.
-function prepareCanvas(node, width, height) {
+function resizeAndClearCanvas(node, width, height) {
   const ratio = Math.max(1, window.devicePixelRatio || 1);
   if (node.width !== Math.round(width * ratio) || node.height !== Math.round(height * ratio)) {
     node.width = Math.round(width * ratio); node.height = Math.round(height * ratio);
@@ -49,9 +49,9 @@ function prepareCanvas(node, width, height) {
 
 // Draw a matrix on a canvas, one pixel per cell.
 function drawMatrix(data, height, width, canvas = document.createElement("canvas")) {
-  const image = new ImageData(width, height), colours = ramp();
+  const image = new ImageData(width, height), colours = colourRamp();
   for (let n = 0; n < height * width; n++) {
-    const c = colours[rampIndex(data[n])];
+    const c = colours[colourRampIndex(data[n])];
     image.data[4 * n] = c[0]; image.data[4 * n + 1] = c[1]; image.data[4 * n + 2] = c[2]; image.data[4 * n + 3] = 255;
   }
   canvas.width = width; canvas.height = height;
@@ -61,13 +61,13 @@ function drawMatrix(data, height, width, canvas = document.createElement("canvas
 
 // A colour of the style sheet. getComputedStyle may force a layout, so results are cached per theme.
 const colourCache = {};
-function cssColour(name) {
+function themeColour(name) {
   const cache = (colourCache[document.documentElement.dataset.theme] ??= {});
   return (cache[name] ??= getComputedStyle(document.documentElement).getPropertyValue(name).trim());
 }
 
 // Show a tooltip beside the pointer; hide it if there is no content.
-function showTip(event, ...content) {
+function showTooltip(event, ...content) {
   const box = $("tip");
   if (!content.length) { box.hidden = true; return; }
   box.replaceChildren(...content);

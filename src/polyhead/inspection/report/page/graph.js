@@ -6,7 +6,7 @@ const MAX_NEIGHBOURS = 24;
 const nodeName = (layer, side, i) => (layer[side] === null ? `${i}` : record.texts[layer[side]].pieces[i]);
 
 // The edges sorted by node, once per layer: the first edge of each node, and the order of the edges.
-function sortEdges(layer, direction) {
+function sortEdgesByNode(layer, direction) {
   layer.sides ??= {};
   if (layer.sides[direction]) return layer.sides[direction];
   const edges = layer.loaded.edges, count = edges.length / 2, nodes = direction === "in" ? layer.queries : layer.keys;
@@ -24,37 +24,37 @@ function edgeValue(layer, head, e) {
 }
 
 // The edges of a node in a head: the other node and the weight. Contributions are shares of all that a node receives.
-function edgesOf(layer, head, node = state.node, direction = state.direction) {
-  const { start, order } = sortEdges(layer, direction), count = layer.loaded.edges.length / 2;
+function edgesOfNode(layer, head, node = state.node, direction = state.direction) {
+  const { start, order } = sortEdgesByNode(layer, direction), count = layer.loaded.edges.length / 2;
   const list = [];
   for (let n = start[node]; n < start[node + 1]; n++) {
     const e = order[n];
     list.push({ e, other: layer.loaded.edges[direction === "in" ? e : count + e], w: edgeValue(layer, head, e) });
   }
-  if (state.measure === "share") for (const edge of list) { const total = incomingTotal(layer, head, direction === "in" ? node : edge.other); edge.w = total > 0 ? edge.w / total : 0; }
+  if (state.measure === "share") for (const edge of list) { const total = incomingContributionTotal(layer, head, direction === "in" ? node : edge.other); edge.w = total > 0 ? edge.w / total : 0; }
   return list;
 }
 
-function incomingTotal(layer, head, node) {
-  const { start, order } = sortEdges(layer, "in");
+function incomingContributionTotal(layer, head, node) {
+  const { start, order } = sortEdgesByNode(layer, "in");
   let total = 0;
   for (let n = start[node]; n < start[node + 1]; n++) total += edgeValue(layer, head, order[n]);
   return total;
 }
 
 // The neighbours to draw, by index: those with the largest weight in any head, so that all heads draw the same ones.
-function drawnNeighbours(layer) {
+function selectNeighboursToDraw(layer) {
   const key = `${layer.number},${state.node},${state.direction},${state.measure}`;
-  if (drawnNeighbours.key === key) return drawnNeighbours.result;
+  if (selectNeighboursToDraw.key === key) return selectNeighboursToDraw.result;
   const strength = new Map();
-  for (let head = 0; head < layer.heads.length; head++) for (const { other, w } of edgesOf(layer, head)) strength.set(other, Math.max(strength.get(other) ?? 0, Math.abs(w)));
+  for (let head = 0; head < layer.heads.length; head++) for (const { other, w } of edgesOfNode(layer, head)) strength.set(other, Math.max(strength.get(other) ?? 0, Math.abs(w)));
   const neighbours = [...strength].sort((a, b) => b[1] - a[1]).slice(0, MAX_NEIGHBOURS).map(([other]) => other).sort((a, b) => a - b);
-  drawnNeighbours.key = key;
-  return (drawnNeighbours.result = { neighbours, all: strength.size });
+  selectNeighboursToDraw.key = key;
+  return (selectNeighboursToDraw.result = { neighbours, all: strength.size });
 }
 
-function placeNeighbours(layer, size, margin) {
-  const { neighbours } = drawnNeighbours(layer), others = neighbours.filter((other) => other !== state.node || layer.queries !== layer.keys);
+function layOutNeighbours(layer, size, margin) {
+  const { neighbours } = selectNeighboursToDraw(layer), others = neighbours.filter((other) => other !== state.node || layer.queries !== layer.keys);
   const centre = size / 2, radius = size / 2 - margin, positions = new Map();
   others.forEach((other, n) => {
     const angle = (2 * Math.PI * n) / others.length - Math.PI / 2 + (others.length === 2 ? Math.PI / 2 : 0);
@@ -65,53 +65,53 @@ function placeNeighbours(layer, size, margin) {
 
 // Draw the tile of a head in the mosaic.
 function drawGraphTile(ctx, layer, head, size) {
-  const { centre, positions } = placeNeighbours(layer, size, Math.max(3, size * 0.12));
-  for (const { other, w } of edgesOf(layer, head).sort((a, b) => a.w - b.w)) {
-    ctx.strokeStyle = ctx.fillStyle = colour(Math.max(0.03, Math.abs(w)));
+  const { centre, positions } = layOutNeighbours(layer, size, Math.max(3, size * 0.12));
+  for (const { other, w } of edgesOfNode(layer, head).sort((a, b) => a.w - b.w)) {
+    ctx.strokeStyle = ctx.fillStyle = weightColour(Math.max(0.03, Math.abs(w)));
     ctx.lineWidth = 0.6 + (size / 14) * Math.abs(w);
     const position = positions.get(other);
     if (position) { ctx.beginPath(); ctx.moveTo(centre, centre); ctx.lineTo(...position); ctx.stroke(); ctx.beginPath(); ctx.arc(...position, Math.max(1.2, size / 26), 0, 7); ctx.fill(); }
     else if (other === state.node) { ctx.beginPath(); ctx.arc(centre, centre - size * 0.09, size * 0.09, 0, 7); ctx.stroke(); }
   }
-  ctx.fillStyle = cssColour("--accent");
+  ctx.fillStyle = themeColour("--accent");
   ctx.beginPath(); ctx.arc(centre, centre, Math.max(1.8, size / 18), 0, 7); ctx.fill();
 }
 
 // Draw the neighbourhood in the selected head, large, with names.
 function drawNeighbourhood() {
-  const layer = currentLayer();
+  const layer = selectedLayer();
   if (layer.kind !== "graph") return;
   const otherSide = state.direction === "in" ? "columns" : "rows", ownSide = state.direction === "in" ? "rows" : "columns";
-  const width = Math.min($("plot").clientWidth, 520), size = Math.max(280, Math.min(width, innerHeight - 230)), { centre, positions } = placeNeighbours(layer, size, 60);
-  const drawing = svg("svg", { viewBox: `0 0 ${size} ${size}`, width: size, height: size, class: "neighbourhood", role: "img", "aria-label": `Neighbours of ${nodeName(layer, ownSide, state.node)} in ${headName()}` });
+  const width = Math.min($("plot").clientWidth, 520), size = Math.max(280, Math.min(width, innerHeight - 230)), { centre, positions } = layOutNeighbours(layer, size, 60);
+  const drawing = svgElement("svg", { viewBox: `0 0 ${size} ${size}`, width: size, height: size, class: "neighbourhood", role: "img", "aria-label": `Neighbours of ${nodeName(layer, ownSide, state.node)} in ${selectedHeadName()}` });
   const foreground = [];
-  for (const { other, w } of edgesOf(layer, state.head).sort((a, b) => a.w - b.w)) {
+  for (const { other, w } of edgesOfNode(layer, state.head).sort((a, b) => a.w - b.w)) {
     const name = nodeName(layer, otherSide, other), position = positions.get(other), strength = Math.abs(w);
     const addTooltip = (node) => {
-      node.addEventListener("pointermove", (event) => showTip(event, ...(state.direction === "in" ? [token(nodeName(layer, ownSide, state.node)), " attends to ", token(name)] : [token(name), " attends to ", token(nodeName(layer, ownSide, state.node))]), ": ", el("b", {}, formatNumber(w, 3))));
-      node.addEventListener("pointerleave", (event) => showTip(event));
+      node.addEventListener("pointermove", (event) => showTooltip(event, ...(state.direction === "in" ? [tokenElement(nodeName(layer, ownSide, state.node)), " attends to ", tokenElement(name)] : [tokenElement(name), " attends to ", tokenElement(nodeName(layer, ownSide, state.node))]), ": ", htmlElement("b", {}, formatNumber(w, 3))));
+      node.addEventListener("pointerleave", (event) => showTooltip(event));
       return node;
     };
     if (!position) {
-      if (other === state.node) drawing.append(addTooltip(svg("circle", { cx: centre, cy: centre - 26, r: 20, fill: "none", stroke: colour(Math.max(0.04, strength)), "stroke-width": 1 + 9 * strength, class: "edge", "data-other": other })));
+      if (other === state.node) drawing.append(addTooltip(svgElement("circle", { cx: centre, cy: centre - 26, r: 20, fill: "none", stroke: weightColour(Math.max(0.04, strength)), "stroke-width": 1 + 9 * strength, class: "edge", "data-other": other })));
       continue;
     }
     const [x, y] = position;
-    drawing.append(addTooltip(svg("line", { x1: centre, y1: centre, x2: x, y2: y, stroke: colour(Math.max(0.04, strength)), "stroke-width": 1 + 11 * strength, "stroke-linecap": "round", class: "edge", "data-other": other, "data-weight": w })));
+    drawing.append(addTooltip(svgElement("line", { x1: centre, y1: centre, x2: x, y2: y, stroke: weightColour(Math.max(0.04, strength)), "stroke-width": 1 + 11 * strength, "stroke-linecap": "round", class: "edge", "data-other": other, "data-weight": w })));
     const anchor = Math.abs(x - centre) < size * 0.14 ? "middle" : x > centre ? "start" : "end";
     const dx = anchor === "middle" ? 0 : x > centre ? 11 : -11, dy = anchor === "middle" ? (y > centre ? 20 : -13) : 4;
-    foreground.push(addTooltip(svg("circle", { cx: x, cy: y, r: 5 + 5 * strength, fill: colour(Math.max(0.1, strength)), class: "node", "data-node": other })));
-    const label = svg("text", { x: x + dx, y: y + dy, "text-anchor": anchor, class: "node-name" }, truncateText(visibleText(name), 12));
-    if (strength >= 0.1) label.append(svg("tspan", { class: "node-number", x: x + dx, dy: anchor === "middle" && y < centre ? -15 : 14 }, formatShort(strength)));
+    foreground.push(addTooltip(svgElement("circle", { cx: x, cy: y, r: 5 + 5 * strength, fill: weightColour(Math.max(0.1, strength)), class: "node", "data-node": other })));
+    const label = svgElement("text", { x: x + dx, y: y + dy, "text-anchor": anchor, class: "node-name" }, truncateText(makeWhitespaceVisible(name), 12));
+    if (strength >= 0.1) label.append(svgElement("tspan", { class: "node-number", x: x + dx, dy: anchor === "middle" && y < centre ? -15 : 14 }, formatWeightShort(strength)));
     foreground.push(label);
   }
-  foreground.push(svg("circle", { cx: centre, cy: centre, r: 9, class: "self" }), svg("text", { x: centre, y: centre + 27, "text-anchor": "middle", class: "node-name self-name" }, truncateText(visibleText(nodeName(layer, ownSide, state.node)), 18)));
+  foreground.push(svgElement("circle", { cx: centre, cy: centre, r: 9, class: "self" }), svgElement("text", { x: centre, y: centre + 27, "text-anchor": "middle", class: "node-name self-name" }, truncateText(makeWhitespaceVisible(nodeName(layer, ownSide, state.node)), 18)));
   drawing.append(...foreground);
-  drawing.addEventListener("click", (event) => { const node = event.target.dataset?.node; if (node !== undefined && layer.queries === layer.keys) set({ node: Number(node) }); });
+  drawing.addEventListener("click", (event) => { const node = event.target.dataset?.node; if (node !== undefined && layer.queries === layer.keys) setState({ node: Number(node) }); });
   plot.canvas = null;
   $("plot").replaceChildren(drawing);
-  const { neighbours, all } = drawnNeighbours(layer);
-  $("map-name").replaceChildren(el("span", { class: "name" }, headName()), ` ${measureName()}`);
+  const { neighbours, all } = selectNeighboursToDraw(layer);
+  $("map-name").replaceChildren(htmlElement("span", { class: "name" }, selectedHeadName()), ` ${measureName()}`);
   $("map-hint").textContent = `${all > neighbours.length ? `The ${neighbours.length} strongest of ${all.toLocaleString("en")} neighbours` : `${all} neighbour${all === 1 ? "" : "s"}`}; the width and colour of a line show its ${measureName()}.`;
   $("readout").textContent = layer.queries === layer.keys ? "Click a neighbour to select it." : "";
 }
@@ -120,21 +120,21 @@ const truncateText = (text, limit) => ([...text].length > limit ? `${[...text].s
 
 // Build the node chooser, in place of the text.
 function buildNodeChooser(stage) {
-  const layer = currentLayer(), side = state.direction === "in" ? "rows" : "columns", nodes = side === "rows" ? layer.queries : layer.keys;
+  const layer = selectedLayer(), side = state.direction === "in" ? "rows" : "columns", nodes = side === "rows" ? layer.queries : layer.keys;
   stage.className = "chooser";
-  const input = el("input", { type: "search", id: "node", list: "nodes", placeholder: "name or index", "aria-label": "Node", value: nodeName(layer, side, state.node) });
-  const names = Array.from({ length: Math.min(nodes, 400) }, (_, i) => el("option", { value: nodeName(layer, side, i) }));
-  const apply = () => { const found = findNode(layer, side, nodes, input.value); input.classList.toggle("wrong", found === null); if (found !== null) set({ node: found }); };
-  input.addEventListener("change", apply);
-  const move = (step) => set({ node: (state.node + step + nodes) % nodes });
+  const input = htmlElement("input", { type: "search", id: "node", list: "nodes", placeholder: "name or index", "aria-label": "Node", value: nodeName(layer, side, state.node) });
+  const names = Array.from({ length: Math.min(nodes, 400) }, (_, i) => htmlElement("option", { value: nodeName(layer, side, i) }));
+  const selectTypedNode = () => { const found = findNode(layer, side, nodes, input.value); input.classList.toggle("wrong", found === null); if (found !== null) setState({ node: found }); };
+  input.addEventListener("change", selectTypedNode);
+  const stepNode = (step) => setState({ node: (state.node + step + nodes) % nodes });
   stage.replaceChildren(
-    el("label", { for: "node" }, "Node"), el("button", { class: "icon", "aria-label": "Previous node", on: { click: () => move(-1) } }, "‹"), input,
-    el("button", { class: "icon", "aria-label": "Next node", on: { click: () => move(1) } }, "›"), el("datalist", { id: "nodes" }, names),
-    el("div", { class: "choice", role: "radiogroup", "aria-label": "Direction", "data-key": "direction" },
-      el("button", { role: "radio", value: "in" }, "attends to"), el("button", { role: "radio", value: "out" }, "is attended to by")),
-    el("span", { class: "hint" }, `${layer.queries.toLocaleString("en")} nodes, ${layer.edges.toLocaleString("en")} edges`));
-  updateChoices();
-  $("caption").replaceChildren(el("b", {}, headName()), ` ${cardsOf(layer, state.head)[0]?.role ?? ""} `, el("span", { class: "hint" }, "The node in the centre distributes its attention over its neighbours, differently in each head."));
+    htmlElement("label", { for: "node" }, "Node"), htmlElement("button", { class: "icon", "aria-label": "Previous node", on: { click: () => stepNode(-1) } }, "‹"), input,
+    htmlElement("button", { class: "icon", "aria-label": "Next node", on: { click: () => stepNode(1) } }, "›"), htmlElement("datalist", { id: "nodes" }, names),
+    htmlElement("div", { class: "choice", role: "radiogroup", "aria-label": "Direction", "data-key": "direction" },
+      htmlElement("button", { role: "radio", value: "in" }, "attends to"), htmlElement("button", { role: "radio", value: "out" }, "is attended to by")),
+    htmlElement("span", { class: "hint" }, `${layer.queries.toLocaleString("en")} nodes, ${layer.edges.toLocaleString("en")} edges`));
+  updateButtonGroups();
+  $("caption").replaceChildren(htmlElement("b", {}, selectedHeadName()), ` ${cardsOfHead(layer, state.head)[0]?.role ?? ""} `, htmlElement("span", { class: "hint" }, "The node in the centre distributes its attention over its neighbours, differently in each head."));
 }
 
 function findNode(layer, side, nodes, text) {
@@ -151,18 +151,18 @@ function findNode(layer, side, nodes, text) {
 
 // Lists of the strongest edges: of this node, and of the whole head.
 function buildEdgeLists(layer, head) {
-  const buildLine = (from, to, w, target) => el("li", {}, el("button", { title: "Select this node", on: { click: () => set({ node: target }) } }, token(truncateText(from, 22)), " → ", token(truncateText(to, 22))), el("b", {}, formatNumber(w, 3)));
-  const ownEdges = edgesOf(layer, head).sort((a, b) => b.w - a.w).slice(0, 8), incoming = state.direction === "in";
+  const buildEdgeLine = (from, to, w, target) => htmlElement("li", {}, htmlElement("button", { title: "Select this node", on: { click: () => setState({ node: target }) } }, tokenElement(truncateText(from, 22)), " → ", tokenElement(truncateText(to, 22))), htmlElement("b", {}, formatNumber(w, 3)));
+  const ownEdges = edgesOfNode(layer, head).sort((a, b) => b.w - a.w).slice(0, 8), incoming = state.direction === "in";
   const ownName = nodeName(layer, incoming ? "rows" : "columns", state.node);
-  const list = ownEdges.map(({ other, w }) => (incoming ? buildLine(ownName, nodeName(layer, "columns", other), w, layer.queries === layer.keys ? other : state.node) : buildLine(nodeName(layer, "rows", other), ownName, w, layer.queries === layer.keys ? other : state.node)));
-  const edges = layer.loaded.edges, all = edges.length / 2, { start } = sortEdges(layer, "in");
+  const list = ownEdges.map(({ other, w }) => (incoming ? buildEdgeLine(ownName, nodeName(layer, "columns", other), w, layer.queries === layer.keys ? other : state.node) : buildEdgeLine(nodeName(layer, "rows", other), ownName, w, layer.queries === layer.keys ? other : state.node)));
+  const edges = layer.loaded.edges, all = edges.length / 2, { start } = sortEdgesByNode(layer, "in");
   // the only edge of a node always has weight 1: it is not informative
   const values = new Float32Array(all);
   for (let e = 0; e < all; e++) { const to = edges[all + e]; values[e] = start[to + 1] - start[to] > 1 && edges[e] !== to ? layer.loaded.weights[head * all + e] : 0; }
-  const best = strongest(values, 6).map(([e, w]) => buildLine(nodeName(layer, "rows", edges[all + e]), nodeName(layer, "columns", edges[e]), w, incoming ? edges[all + e] : edges[e]));
-  return [el("h3", {}, "Strongest edges of the node"), list.length ? el("ol", { class: "edges" }, list) : el("p", { class: "norole" }, "This node has no edges in this direction."),
-    best.length ? el("h3", {}, "Strongest edges of the head, by weight") : null, best.length ? el("ol", { class: "edges" }, best) : null].filter(Boolean);
+  const best = largestEntries(values, 6).map(([e, w]) => buildEdgeLine(nodeName(layer, "rows", edges[all + e]), nodeName(layer, "columns", edges[e]), w, incoming ? edges[all + e] : edges[e]));
+  return [htmlElement("h3", {}, "Strongest edges of the node"), list.length ? htmlElement("ol", { class: "edges" }, list) : htmlElement("p", { class: "norole" }, "This node has no edges in this direction."),
+    best.length ? htmlElement("h3", {}, "Strongest edges of the head, by weight") : null, best.length ? htmlElement("ol", { class: "edges" }, best) : null].filter(Boolean);
 }
 
 watch("layer head measure theme node direction", drawNeighbourhood);
-watch("node direction", () => { if (currentLayer().kind === "graph") buildSentence(); });
+watch("node direction", () => { if (selectedLayer().kind === "graph") buildInputView(); });

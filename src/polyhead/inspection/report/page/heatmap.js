@@ -4,37 +4,37 @@ const plot = { canvas: null, left: 0, top: 0, width: 0, height: 0, view: null, s
 // Maximum number of multiplications per drawing: about 30 ms.
 const MAX_PRODUCTS = 2.4e7;
 
-function fullView(current) { return { r0: 0, r1: current.rows.length, c0: 0, c1: current.cols.length }; }
+function wholeMatrixView(current) { return { r0: 0, r1: current.rows.length, c0: 0, c1: current.cols.length }; }
 const canZoom = (current) => Math.max(current.rows.length, current.cols.length) > 24;
 
-function buildPlot() {
-  plot.canvas = el("canvas", { tabindex: "0", role: "application", "aria-label": "Heat map: rows are queries, columns are keys. Arrow keys move, Enter explains a cell, plus and minus zoom." });
+function buildHeatmap() {
+  plot.canvas = htmlElement("canvas", { tabindex: "0", role: "application", "aria-label": "Heat map: rows are queries, columns are keys. Arrow keys move, Enter explains a cell, plus and minus zoom." });
   $("plot").replaceChildren(plot.canvas);
 }
 
-function drawHeat() {
-  const current = currentHead();
+function drawHeatmap() {
+  const current = selectedHeadData();
   if (current.layer.display !== "matrix") return;
-  if (!plot.canvas?.isConnected) { buildPlot(); bindPlotEvents(); }
+  if (!plot.canvas?.isConnected) { buildHeatmap(); bindHeatmapEvents(); }
   // the zoom is kept for other heads of the same size
   const sizes = `${current.rows.length},${current.cols.length}`;
-  if (plot.sizes !== sizes) { plot.view = fullView(current); plot.sizes = sizes; }
-  layoutPlot(current);
-  plot.cells = computeCells(current, plot.view);
-  paintPlot(current);
-  updateMapTitle(current);
+  if (plot.sizes !== sizes) { plot.view = wholeMatrixView(current); plot.sizes = sizes; }
+  layOutHeatmap(current);
+  plot.cells = computeHeatmapCells(current, plot.view);
+  paintHeatmap(current);
+  updateHeatmapTitle(current);
 }
 
-function layoutPlot(current) {
+function layOutHeatmap(current) {
   const width = $("plot").clientWidth, view = plot.view;
   const ctx = plot.canvas.getContext("2d");
   ctx.font = LABEL_FONT;
-  const longestName = (list, a, b) => Math.max(0, ...list.slice(Math.floor(a), Math.min(Math.ceil(b), Math.floor(a) + 80)).map((item) => ctx.measureText(visibleText(item.label)).width));
+  const widestLabel = (list, a, b) => Math.max(0, ...list.slice(Math.floor(a), Math.min(Math.ceil(b), Math.floor(a) + 80)).map((item) => ctx.measureText(makeWhitespaceVisible(item.label)).width));
   const down = view.r1 - view.r0, across = view.c1 - view.c0;
   // a name needs 11 pixels
   const showNames = Math.max(down, across) * 11 <= Math.min(width - 60, 400);
-  plot.left = showNames ? Math.min(104, Math.ceil(longestName(current.rows, view.r0, view.r1)) + 10) : 44;
-  const nameHeight = showNames ? Math.min(92, longestName(current.cols, view.c0, view.c1)) : 0;
+  plot.left = showNames ? Math.min(104, Math.ceil(widestLabel(current.rows, view.r0, view.r1)) + 10) : 44;
+  const nameHeight = showNames ? Math.min(92, widestLabel(current.cols, view.c0, view.c1)) : 0;
   plot.slantNames = showNames && nameHeight > 16;
   plot.top = showNames ? Math.ceil(plot.slantNames ? nameHeight * 0.77 + 16 : 20) : 18;
   const margin = plot.slantNames ? Math.min(48, nameHeight * 0.64) : 6;
@@ -54,13 +54,13 @@ function layoutPlot(current) {
 }
 
 // The cells of a view, each `down` x `across` items: sums over its keys, means over its queries.
-function computeCells(current, view) {
+function computeHeatmapCells(current, view) {
   const r0 = Math.max(0, Math.floor(view.r0)), r1 = Math.min(current.rows.length, Math.ceil(view.r1));
   const c0 = Math.max(0, Math.floor(view.c0)), c1 = Math.min(current.cols.length, Math.ceil(view.c1));
   const dim = current.data ? 1 : current.layer.tensors.get(current.head)?.dim ?? 1;
-  const exact = current.data || (current.layer.detail(current.head) === "exact" && (r1 - r0) * (c1 - c0) * dim <= MAX_PRODUCTS && (state.measure === "weight" || (r1 - r0) * current.cols.length * dim <= 4 * MAX_PRODUCTS));
+  const exact = current.data || (current.layer.detailLevel(current.head) === "exact" && (r1 - r0) * (c1 - c0) * dim <= MAX_PRODUCTS && (state.measure === "weight" || (r1 - r0) * current.cols.length * dim <= 4 * MAX_PRODUCTS));
   if (!exact) {
-    const map = current.layer.map(current.head, state.measure);
+    const map = current.layer.averagedMap(current.head, state.measure);
     return { ...map, r0: 0, c0: 0, down: current.rows.length / map.height, across: current.cols.length / map.width, exact: false };
   }
   const down = Math.max(1, Math.ceil((r1 - r0) / 480)), across = Math.max(1, Math.ceil((c1 - c0) / 480));
@@ -70,7 +70,7 @@ function computeCells(current, view) {
     let weights;
     if (current.data) weights = current.data.subarray(i * current.cols.length + c0, i * current.cols.length + c1);
     else if (state.measure === "weight") weights = current.layer.fillWeights(current.head, i, c0, c1, row);
-    else weights = current.layer.row(current.head, i, "share").subarray(c0, c1);
+    else weights = current.layer.weightRow(current.head, i, "share").subarray(c0, c1);
     const cellRow = Math.floor((i - r0) / down), queryCount = Math.min(down, r1 - r0 - cellRow * down);
     for (let j = 0; j < weights.length; j++) data[cellRow * width + Math.floor(j / across)] += weights[j] / queryCount;
   }
@@ -81,9 +81,9 @@ const LABEL_FONT = '12px system-ui, -apple-system, "Segoe UI", sans-serif';
 const TINY_FONT = '9.5px system-ui, -apple-system, "Segoe UI", sans-serif';
 const SMALL_FONT = '10.5px system-ui, -apple-system, "Segoe UI", sans-serif';
 
-function paintPlot(current) {
+function paintHeatmap(current) {
   const { left, top, width, height, view, cells } = plot;
-  const ctx = prepareCanvas(plot.canvas, plot.full, top + height + 6);
+  const ctx = resizeAndClearCanvas(plot.canvas, plot.full, top + height + 6);
   const cw = width / (view.c1 - view.c0), ch = height / (view.r1 - view.r0);
   plot.cw = cw; plot.ch = ch;
   Object.assign(plot.canvas.dataset, { left, top, cw, ch, r0: view.r0, c0: view.c0, exact: cells.exact });
@@ -96,17 +96,17 @@ function paintPlot(current) {
   cells.canvas ??= drawMatrix(cells.data, cells.height, cells.width);
   ctx.drawImage(cells.canvas, x(cells.c0), y(cells.r0), cells.width * cells.across * cw, cells.height * cells.down * ch);
   const single = cells.exact && cells.down === 1 && cells.across === 1;
-  if (single && cw >= 9 && ch >= 9) drawGrid(ctx, view, x, y);
-  if (single && cw >= 22 && ch >= 14) drawNumbers(ctx, cells, x, y, cw, ch);
-  highlightPlot(ctx, current, x, y, cw, ch);
+  if (single && cw >= 9 && ch >= 9) drawGridLines(ctx, view, x, y);
+  if (single && cw >= 22 && ch >= 14) drawCellNumbers(ctx, cells, x, y, cw, ch);
+  drawHeatmapHighlight(ctx, current, x, y, cw, ch);
   ctx.restore();
-  ctx.strokeStyle = cssColour("--rule");
+  ctx.strokeStyle = themeColour("--rule");
   ctx.strokeRect(left - 0.5, top - 0.5, width + 1, height + 1);
-  drawAxisNames(ctx, current, x, y, cw, ch);
+  drawAxisLabels(ctx, current, x, y, cw, ch);
 }
 
-function drawGrid(ctx, view, x, y) {
-  ctx.strokeStyle = cssColour("--panel");
+function drawGridLines(ctx, view, x, y) {
+  ctx.strokeStyle = themeColour("--panel");
   ctx.lineWidth = 1;
   ctx.beginPath();
   for (let c = Math.ceil(view.c0); c <= view.c1; c++) { ctx.moveTo(x(c), y(view.r0)); ctx.lineTo(x(c), y(view.r1)); }
@@ -114,55 +114,55 @@ function drawGrid(ctx, view, x, y) {
   ctx.stroke();
 }
 
-function drawNumbers(ctx, cells, x, y, cw, ch) {
+function drawCellNumbers(ctx, cells, x, y, cw, ch) {
   ctx.font = cw < 26 ? TINY_FONT : cw < 31 ? SMALL_FONT : LABEL_FONT;
   ctx.textAlign = "center";
   ctx.textBaseline = "middle";
   for (let i = 0; i < cells.height; i++) for (let j = 0; j < cells.width; j++) {
     const w = cells.data[i * cells.width + j];
     if (w < 0.005) continue;
-    ctx.fillStyle = textColour(w);
+    ctx.fillStyle = readableTextColour(w);
     ctx.globalAlpha = w < 0.05 ? 0.72 : 1;
-    ctx.fillText(formatShort(w), x(cells.c0 + j + 0.5), y(cells.r0 + i + 0.5) + 0.5);
+    ctx.fillText(formatWeightShort(w), x(cells.c0 + j + 0.5), y(cells.r0 + i + 0.5) + 0.5);
   }
   ctx.globalAlpha = 1;
 }
 
 // Mark the highlighted row or column, and the explained cell.
-function highlightPlot(ctx, current, x, y, cw, ch) {
-  const target = highlighted();
+function drawHeatmapHighlight(ctx, current, x, y, cw, ch) {
+  const target = highlightedItems();
   if (target) {
-    ctx.fillStyle = cssColour("--veil");
+    ctx.fillStyle = themeColour("--veil");
     if (target.row !== null) { ctx.fillRect(0, 0, plot.full, y(target.row)); ctx.fillRect(0, y(target.row) + Math.max(ch, 2), plot.full, 1e5); }
     else if (target.col !== null) { ctx.fillRect(0, 0, x(target.col), 1e5); ctx.fillRect(x(target.col) + Math.max(cw, 2), 0, 1e5, 1e5); }
   }
   ctx.lineWidth = 2;
-  ctx.strokeStyle = cssColour("--accent");
+  ctx.strokeStyle = themeColour("--accent");
   if (target && target.row !== null && target.col !== null) ctx.strokeRect(x(target.col) + 1, y(target.row) + 1, Math.max(3, cw - 2), Math.max(3, ch - 2));
-  if (state.cell) { ctx.strokeStyle = cssColour("--mark"); ctx.strokeRect(x(state.cell.col) + 1, y(state.cell.row) + 1, Math.max(3, cw - 2), Math.max(3, ch - 2)); }
+  if (state.cell) { ctx.strokeStyle = themeColour("--mark"); ctx.strokeRect(x(state.cell.col) + 1, y(state.cell.row) + 1, Math.max(3, cw - 2), Math.max(3, ch - 2)); }
 }
 
-function drawAxisNames(ctx, current, x, y, cw, ch) {
-  const { view, left, top } = plot, target = highlighted();
-  const soft = cssColour("--soft"), strong = cssColour("--ink");
+function drawAxisLabels(ctx, current, x, y, cw, ch) {
+  const { view, left, top } = plot, target = highlightedItems();
+  const soft = themeColour("--soft"), strong = themeColour("--ink");
   ctx.textBaseline = "middle";
   if (ch >= 11) {
     ctx.font = ch < 14 ? SMALL_FONT : LABEL_FONT;
     for (let r = Math.ceil(view.r0 - 0.5); r < Math.min(current.rows.length, view.r1 + 0.4); r++) {
       ctx.textAlign = "right";
-      ctx.fillStyle = target?.row === r ? strong : current.rows[r].special ? cssColour("--faint") : soft;
-      if (y(r + 0.5) > top && y(r + 0.5) < top + plot.height) ctx.fillText(truncateToWidth(ctx, visibleText(current.rows[r].label), left - 9), left - 7, y(r + 0.5));
+      ctx.fillStyle = target?.row === r ? strong : current.rows[r].special ? themeColour("--faint") : soft;
+      if (y(r + 0.5) > top && y(r + 0.5) < top + plot.height) ctx.fillText(truncateToWidth(ctx, makeWhitespaceVisible(current.rows[r].label), left - 9), left - 7, y(r + 0.5));
     }
   } else drawTicks(view.r0, view.r1, (r) => { ctx.font = SMALL_FONT; ctx.textAlign = "right"; ctx.fillStyle = soft; ctx.fillText(r.toLocaleString("en"), left - 6, y(r + 0.5)); });
   if (cw >= 11) {
     ctx.font = cw < 14 ? SMALL_FONT : LABEL_FONT;
     for (let c = Math.ceil(view.c0 - 0.5); c < Math.min(current.cols.length, view.c1 + 0.4); c++) {
       if (x(c + 0.5) < left || x(c + 0.5) > left + plot.width) continue;
-      ctx.fillStyle = target?.col === c ? strong : current.cols[c].special ? cssColour("--faint") : soft;
+      ctx.fillStyle = target?.col === c ? strong : current.cols[c].special ? themeColour("--faint") : soft;
       ctx.save();
       ctx.translate(x(c + 0.5), top - 6);
       if (plot.slantNames) { ctx.rotate(-0.88); ctx.textAlign = "left"; } else { ctx.textAlign = "center"; ctx.translate(0, -4); }
-      ctx.fillText(truncateToWidth(ctx, visibleText(current.cols[c].label), plot.slantNames ? 92 : cw), 0, 0);
+      ctx.fillText(truncateToWidth(ctx, makeWhitespaceVisible(current.cols[c].label), plot.slantNames ? 92 : cw), 0, 0);
       ctx.restore();
     }
   } else drawTicks(view.c0, view.c1, (c) => { ctx.font = SMALL_FONT; ctx.textAlign = "center"; ctx.fillStyle = soft; ctx.fillText(c.toLocaleString("en"), x(c + 0.5), top - 9); });
@@ -181,70 +181,70 @@ function drawTicks(from, to, draw) {
   for (let n = Math.ceil(from / step) * step; n < to; n += step) draw(n);
 }
 
-function updateMapTitle(current) {
-  $("map-name").replaceChildren(el("span", { class: "name" }, headName()), ` ${measureName()}`);
-  const detail = current.layer.detail(current.head), isFull = plot.view.r1 - plot.view.r0 >= current.rows.length;
+function updateHeatmapTitle(current) {
+  $("map-name").replaceChildren(htmlElement("span", { class: "name" }, selectedHeadName()), ` ${measureName()}`);
+  const detail = current.layer.detailLevel(current.head), isFull = plot.view.r1 - plot.view.r0 >= current.rows.length;
   const text = !canZoom(current) ? "Rows are queries, columns are keys. Click a cell to see how it is computed."
     : detail === "averaged" ? `Averaged only: ${plot.cells.height} × ${plot.cells.width} cells. Hover over a row for its strongest pairs.`
     : plot.cells.exact ? (isFull ? "Exact weights. Scroll or press + to zoom; click a cell to see how it is computed." : "Exact weights. Drag to move, press 0 to show all; click a cell to see how it is computed.")
     : `Averaged over ${Math.round(plot.cells.down)} × ${Math.round(plot.cells.across)} tokens. Scroll or double-click to zoom to exact weights.`;
   $("map-hint").textContent = text;
-  updateReadout(current);
+  updateCellReadout(current);
 }
 
-function updateReadout(current) {
+function updateCellReadout(current) {
   const cell = state.hover?.col !== null && state.hover?.row !== null ? state.hover : null;
   const box = $("readout");
   if (!cell || !current.rows[cell.row] || !current.cols[cell.col]) {
-    const hasSpecial = current.layer.columns !== null && items(current.layer, "columns", "piece", false).some((item) => item.special);
+    const hasSpecial = current.layer.columns !== null && listItems(current.layer, "columns", "piece", false).some((item) => item.special);
     const share = current.layer.stats[state.measure]?.special?.[current.head];
     box.replaceChildren(hasSpecial ? `Special tokens take ${formatPercent(share)} of ${state.measure === "weight" ? "the words’ weight" : "what this head adds to the words"}${state.hide ? "; they are hidden, and the other weights are not rescaled." : "."}` : "");
     return;
   }
-  const w = pairWeight(current, cell.row, cell.col), showIndices = current.rows.length > 24;
-  const describeItem = (item, i) => [token(item.label), showIndices ? el("small", {}, ` ${i.toLocaleString("en")}`) : ""];
+  const w = weightOfPair(current, cell.row, cell.col), showIndices = current.rows.length > 24;
+  const describeItem = (item, i) => [tokenElement(item.label), showIndices ? htmlElement("small", {}, ` ${i.toLocaleString("en")}`) : ""];
   box.replaceChildren(...describeItem(current.rows[cell.row], cell.row), " → ", ...describeItem(current.cols[cell.col], cell.col), ": ",
-    el("b", {}, w === null ? `averaged ${formatNumber(averagedWeight(current, cell.row, cell.col), 3)}` : formatWeight(w)));
+    htmlElement("b", {}, w === null ? `averaged ${formatNumber(averagedWeight(current, cell.row, cell.col), 3)}` : formatWeight(w)));
 }
 
 // The cell of the averaged map that contains a pair.
 function averagedWeight(current, i, j) {
-  const map = current.layer.map(current.head, state.measure);
+  const map = current.layer.averagedMap(current.head, state.measure);
   return map.data[Math.floor((i * map.height) / current.rows.length) * map.width + Math.floor((j * map.width) / current.cols.length)];
 }
 
-function highlightHeat() {
-  const current = currentHead();
+function updateHeatmapHighlight() {
+  const current = selectedHeadData();
   if (current.layer.display !== "matrix" || !plot.cells) return;
-  paintPlot(current);
-  updateReadout(current);
+  paintHeatmap(current);
+  updateCellReadout(current);
 }
 
-function zoom(by, cx = 0.5, cy = 0.5) {
-  const current = currentHead(), v = plot.view;
+function zoomHeatmap(by, cx = 0.5, cy = 0.5) {
+  const current = selectedHeadData(), v = plot.view;
   if (current.layer.display !== "matrix" || !canZoom(current)) return;
-  const scale = (a, b, centre, total) => {
+  const zoomAxis = (a, b, centre, total) => {
     const size = Math.min(total, Math.max(Math.min(8, total), (b - a) * by)), from = Math.max(0, Math.min(total - size, a + (b - a - size) * centre));
     return [from, from + size];
   };
-  const [r0, r1] = scale(v.r0, v.r1, cy, current.rows.length), [c0, c1] = scale(v.c0, v.c1, cx, current.cols.length);
+  const [r0, r1] = zoomAxis(v.r0, v.r1, cy, current.rows.length), [c0, c1] = zoomAxis(v.c0, v.c1, cx, current.cols.length);
   plot.view = { r0, r1, c0, c1 };
-  drawHeat();
+  drawHeatmap();
 }
 
-function pan(dr, dc) {
-  const current = currentHead(), v = plot.view;
-  const move = (a, b, by, total) => { const step = Math.max(-a, Math.min(total - b, by)); return [a + step, b + step]; };
-  const [r0, r1] = move(v.r0, v.r1, dr, current.rows.length), [c0, c1] = move(v.c0, v.c1, dc, current.cols.length);
+function panHeatmap(dr, dc) {
+  const current = selectedHeadData(), v = plot.view;
+  const panAxis = (a, b, by, total) => { const step = Math.max(-a, Math.min(total - b, by)); return [a + step, b + step]; };
+  const [r0, r1] = panAxis(v.r0, v.r1, dr, current.rows.length), [c0, c1] = panAxis(v.c0, v.c1, dc, current.cols.length);
   plot.view = { r0, r1, c0, c1 };
-  drawHeat();
+  drawHeatmap();
 }
 
 // Move the view so that it contains a cell.
-function reveal(cell) {
+function panToCell(cell) {
   const v = plot.view;
-  if (cell.row < v.r0 || cell.row >= v.r1 || cell.col < v.c0 || cell.col >= v.c1) pan(cell.row - (v.r0 + v.r1) / 2, cell.col - (v.c0 + v.c1) / 2);
+  if (cell.row < v.r0 || cell.row >= v.r1 || cell.col < v.c0 || cell.col >= v.c1) panHeatmap(cell.row - (v.r0 + v.r1) / 2, cell.col - (v.c0 + v.c1) / 2);
 }
 
-watch("layer head measure level hide theme", drawHeat);
-watch("hover lock cell", highlightHeat);
+watch("layer head measure level hide theme", drawHeatmap);
+watch("hover lock cell", updateHeatmapHighlight);

@@ -3,42 +3,42 @@
 document.documentElement.dataset.theme = matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light";
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", (event) => {
   document.documentElement.dataset.theme = event.matches ? "dark" : "light";
-  set({ theme: state.theme + 1 });
+  setState({ theme: state.theme + 1 });
 });
 
-function drawAll() {
-  for (const draw of [updateChoices, updateMosaic, drawScale, buildSentence, drawHeat, drawNeighbourhood, drawOverlay, drawAbout, drawVectors]) draw();
+function drawAllViews() {
+  for (const draw of [updateButtonGroups, updateMosaicSelection, drawColourScale, buildInputView, drawHeatmap, drawNeighbourhood, drawImageOverlay, drawHeadPanel, drawOutputVectors]) draw();
 }
 
-async function start() {
+async function startPage() {
   $("title").textContent = record.title;
   $("finding").textContent = record.finding ?? "";
   $("finding").hidden = !record.finding;
-  $("notes").replaceChildren(...record.notes.map((note) => el("p", { dir: "auto" }, note)), el("p", { class: "hint" }, "Made with Polyhead. All data is in this file; it makes no network requests."));
+  $("notes").replaceChildren(...record.notes.map((note) => htmlElement("p", { dir: "auto" }, note)), htmlElement("p", { class: "hint" }, "Made with Polyhead. All data is in this file; it makes no network requests."));
   // words and pieces differ only if a word has several pieces, or a piece that is spelled differently
   if (!record.texts.some((text) => text.words.length + text.word_of.filter((word) => word === null).length < text.pieces.length || text.pieces.some((piece, i) => text.word_of[i] !== null && piece !== text.words[text.word_of[i]]))) document.querySelector('[data-key="level"]').hidden = true;
   if (layers.every((layer) => layer.display !== "matrix")) { document.querySelector('[data-key="level"]').hidden = true; $("hide").hidden = true; }
   const graph = layers.find((layer) => layer.kind === "graph");
-  if (graph) { await graph.loadMaps(); state.node = pickNode(graph); }
+  if (graph) { await graph.loadMosaicArrays(); state.node = pickInitialNode(graph); }
   document.body.classList.toggle("imaged", Boolean(record.image));
-  if (record.image) { await loadPhoto(); showFirstPatch(); }
-  await currentLayer().loadHead(state.head);
+  if (record.image) { await loadInputImage(); selectInitialPatch(); }
+  await selectedLayer().loadHeadArrays(state.head);
   buildMosaic();
-  buildChips();
-  buildExport();
-  drawAll();
-  bindSentenceEvents();
-  $("hide").onclick = () => changeLevel({ hide: !state.hide });
+  buildRoleFilters();
+  buildExportMenu();
+  drawAllViews();
+  bindTextEvents();
+  $("hide").onclick = () => changeLevelOrHiding({ hide: !state.hide });
   $("theme").onclick = toggleTheme;
   $("help").onclick = toggleHelp;
-  $("search").oninput = (event) => set({ search: event.target.value });
-  document.addEventListener("keydown", onKey);
+  $("search").oninput = (event) => setState({ search: event.target.value });
+  document.addEventListener("keydown", handleKey);
   let width = innerWidth;
   addEventListener("resize", () => {
     if (innerWidth === width) return;
     width = innerWidth;
-    clearTimeout(start.resizeTimer);
-    start.resizeTimer = setTimeout(() => { tiles.length = 0; $("grid").replaceChildren(); buildMosaic(); drawAll(); paintMosaic(); }, 120);
+    clearTimeout(startPage.resizeTimer);
+    startPage.resizeTimer = setTimeout(() => { tiles.length = 0; $("grid").replaceChildren(); buildMosaic(); drawAllViews(); paintMosaic(); }, 120);
   });
   document.documentElement.dataset.ready = Math.round(performance.now());
   await paintMosaic();
@@ -46,14 +46,14 @@ async function start() {
 }
 
 // Select the record's first patch, an index in one layer, in the selected layer.
-function showFirstPatch() {
+function selectInitialPatch() {
   Object.assign(lastPatch, { layer: layers[record.image.of], node: record.image.first });
-  if (currentLayer().image) state.node = matchPatch(currentLayer(), lastPatch);
+  if (selectedLayer().image) state.node = findSamePatch(selectedLayer(), lastPatch);
 }
 
 // The node whose number of neighbours is closest to 12, by ratio.
-function pickNode(layer) {
-  const { start: begin } = sortEdges(layer, "in");
+function pickInitialNode(layer) {
+  const { start: begin } = sortEdgesByNode(layer, "in");
   let best = 0, score = -1;
   for (let n = 0; n < layer.queries; n++) {
     const degree = begin[n + 1] - begin[n], value = degree > 12 ? 12 / degree : degree / 12;
@@ -62,4 +62,4 @@ function pickNode(layer) {
   return best;
 }
 
-start();
+startPage();

@@ -17,37 +17,37 @@ function buildMosaic() {
   grid.style.setProperty("--across", perRow);
   grid.classList.toggle("dense", dense);
   frameWidth = dense ? 1 : 2;
-  const header = el("div", { class: "line top", role: "row" }, el("span", { class: "name" }));
-  if (layers.length > 1) for (let h = 0; h < perRow; h++) header.append(el("span", { class: "name", role: "columnheader" }, size >= 24 ? `H${widestLayer.heads[h]}` : h % (dense ? 4 : 2) ? "" : `${widestLayer.heads[h]}`));
+  const header = htmlElement("div", { class: "line top", role: "row" }, htmlElement("span", { class: "name" }));
+  if (layers.length > 1) for (let h = 0; h < perRow; h++) header.append(htmlElement("span", { class: "name", role: "columnheader" }, size >= 24 ? `H${widestLayer.heads[h]}` : h % (dense ? 4 : 2) ? "" : `${widestLayer.heads[h]}`));
   if (layers.length > 1) grid.append(header);
   layers.forEach((layer, layerIndex) => {
     for (let begin = 0; begin < layer.heads.length; begin += perRow) {
-      const row = el("div", { class: "line", role: "row" }, el("span", { class: "name", role: "rowheader", title: layer.name }, begin ? "" : `L${layer.number}`));
+      const row = htmlElement("div", { class: "line", role: "row" }, htmlElement("span", { class: "name", role: "rowheader", title: layer.name }, begin ? "" : `L${layer.number}`));
       layer.heads.slice(begin, begin + perRow).forEach((_, step) => row.append(buildTile(layer, layerIndex, begin + step, perRow)));
       grid.append(row);
     }
   });
-  mosaicCanvas = el("canvas", { class: "sheet", "aria-hidden": "true" });
-  mosaicVeil = el("canvas", { class: "sheet", "aria-hidden": "true", hidden: true });
+  mosaicCanvas = htmlElement("canvas", { class: "sheet", "aria-hidden": "true" });
+  mosaicVeil = htmlElement("canvas", { class: "sheet", "aria-hidden": "true", hidden: true });
   const [width, height] = [grid.scrollWidth, grid.scrollHeight];
   grid.prepend(mosaicCanvas, mosaicVeil);
-  prepareCanvas(mosaicCanvas, width, height);
-  prepareCanvas(mosaicVeil, width, height);
+  resizeAndClearCanvas(mosaicCanvas, width, height);
+  resizeAndClearCanvas(mosaicVeil, width, height);
   for (const tile of tiles) Object.assign(tile, { x: tile.button.offsetLeft + frameWidth, y: tile.button.offsetTop + frameWidth, inner: size - 2 * frameWidth });
 }
 
 function buildTile(layer, layerIndex, head, perRow) {
-  const cards = cardsOf(layer, head), role = cards[0]?.role;
-  const button = el("button", {
-    class: "tile", role: "gridcell", tabindex: "-1", "data-head": layer.label(head),
-    "aria-label": `${layer.label(head)}${role ? `, ${cards.map((card) => card.role).join(", ")}` : ", no role"}`,
-    style: `--role:${roleColour(role)};--line:${roleLine(role)}`,
+  const cards = cardsOfHead(layer, head), role = cards[0]?.role;
+  const button = htmlElement("button", {
+    class: "tile", role: "gridcell", tabindex: "-1", "data-head": layer.headLabel(head),
+    "aria-label": `${layer.headLabel(head)}${role ? `, ${cards.map((card) => card.role).join(", ")}` : ", no role"}`,
+    style: `--role:${roleColour(role)};--line:${roleLineStyle(role)}`,
     on: {
       click: () => selectHead(layerIndex, head),
-      pointermove: (event) => showTip(event, el("b", {}, layer.label(head)), ` ${role ?? "no role"}`),
-      pointerleave: (event) => showTip(event),
+      pointermove: (event) => showTooltip(event, htmlElement("b", {}, layer.headLabel(head)), ` ${role ?? "no role"}`),
+      pointerleave: (event) => showTooltip(event),
     },
-  }, el("span", { class: "initials" }, role ? initials(role) : "·"));
+  }, htmlElement("span", { class: "initials" }, role ? roleInitials(role) : "·"));
   tiles.push({ layer, layerIndex, head, perRow, cards, button });
   return button;
 }
@@ -57,7 +57,7 @@ async function paintMosaic() {
   const generation = (paintMosaic.generation = (paintMosaic.generation ?? 0) + 1);
   const order = layers.map((_, layerIndex) => layerIndex).sort((a, b) => (b === state.layer) - (a === state.layer));
   for (const layerIndex of order) {
-    await layers[layerIndex].loadMaps();
+    await layers[layerIndex].loadMosaicArrays();
     if (generation !== paintMosaic.generation) return;
     for (const tile of tiles) if (tile.layerIndex === layerIndex) {
       tile.matrix = tile.layer.display === "matrix" ? tileMatrix(tile.layer, tile.head) : null;
@@ -90,16 +90,16 @@ function paintTile(tile) {
 
 // Highlight the row or the column of the pointed word in every tile.
 function highlightMosaic() {
-  const target = highlighted(), current = target && currentLayer().display === "matrix" ? currentHead() : null;
+  const target = highlightedItems(), current = target && selectedLayer().display === "matrix" ? selectedHeadData() : null;
   mosaicVeil.hidden = !current;
   if (!current) return;
-  const ctx = prepareCanvas(mosaicVeil, mosaicVeil.clientWidth, mosaicVeil.clientHeight), veilColour = cssColour("--veil");
+  const ctx = resizeAndClearCanvas(mosaicVeil, mosaicVeil.clientWidth, mosaicVeil.clientHeight), veilColour = themeColour("--veil");
   ctx.imageSmoothingEnabled = false;
   for (const tile of tiles) {
-    if (!tile.matrix || tile.dimmed || !sameItems(tile.layer, currentLayer())) continue;
+    if (!tile.matrix || tile.dimmed || !haveSameItems(tile.layer, selectedLayer())) continue;
     const { x, y, inner } = tile, { data, height: rows, width: columns } = tile.matrix;
-    const rowSpan = cellSpan(target.row, current.rows, tile.layer.queries, rows, inner, tile.layer.complete);
-    const columnSpan = cellSpan(target.col, current.cols, tile.layer.keys, columns, inner, tile.layer.complete);
+    const rowSpan = cellSpanInPixels(target.row, current.rows, tile.layer.queries, rows, inner, tile.layer.complete);
+    const columnSpan = cellSpanInPixels(target.col, current.cols, tile.layer.keys, columns, inner, tile.layer.complete);
     ctx.fillStyle = veilColour;
     ctx.fillRect(x, y, inner, inner);
     // a row of one or two pixels would be invisible: draw it at least five pixels high
@@ -111,19 +111,19 @@ function highlightMosaic() {
 }
 
 // The cell of a tile that contains an item, with its offset and size in pixels.
-function cellSpan(index, list, total, cells, inner, whole) {
+function cellSpanInPixels(index, list, total, cells, inner, isComplete) {
   if (index === null || index === undefined || !list[index]) return null;
-  const cell = whole ? index : Math.floor((list[index].pieces[0] * cells) / total);
+  const cell = isComplete ? index : Math.floor((list[index].pieces[0] * cells) / total);
   return { cell, from: (cell / cells) * inner, size: Math.max(2, inner / cells) };
 }
 
-function updateMosaic() {
+function updateMosaicSelection() {
   const terms = state.search.trim().toLowerCase().split(/\s+/).filter(Boolean);
   for (const tile of tiles) {
     const selected = tile.layerIndex === state.layer && tile.head === state.head;
     tile.button.setAttribute("aria-selected", selected);
     tile.button.tabIndex = selected ? 0 : -1;
-    const text = `${tile.layer.label(tile.head)} ${tile.layer.name} ${tile.cards.map((card) => card.role).join(" ") || "no role"}`.toLowerCase();
+    const text = `${tile.layer.headLabel(tile.head)} ${tile.layer.name} ${tile.cards.map((card) => card.role).join(" ") || "no role"}`.toLowerCase();
     const found = terms.every((word) => text.includes(word)) && (!state.roles.size || tile.cards.some((card) => state.roles.has(card.role)));
     tile.button.classList.toggle("dimmed", !found);
     if (tile.dimmed !== !found) { tile.dimmed = !found; paintTile(tile); }
@@ -133,47 +133,47 @@ function updateMosaic() {
   $("grid").classList.toggle("roles", state.paint === "role");
 }
 
-function buildChips() {
-  $("search").placeholder = `Find ${record.cards.length ? "a role or a head" : "a head"}, such as ${layers[layers.length - 1].label(0)}`;
+function buildRoleFilters() {
+  $("search").placeholder = `Find ${record.cards.length ? "a role or a head" : "a head"}, such as ${layers[layers.length - 1].headLabel(0)}`;
   if (!record.cards.length) {
-    if (!record.image) $("chips").append(el("p", { class: "hint" }, "Roles were not measured."));
+    if (!record.image) $("chips").append(htmlElement("p", { class: "hint" }, "Roles were not measured."));
     document.querySelector('[data-key="paint"]').hidden = true;
     return;
   }
   for (const role of ROLES) {
-    const chip = el("button", {
-      class: "chip", "aria-pressed": "false", style: `--role:${roleColour(role)};--line:${roleLine(role)}`,
+    const chip = htmlElement("button", {
+      class: "chip", "aria-pressed": "false", style: `--role:${roleColour(role)};--line:${roleLineStyle(role)}`,
       on: {
         click: () => {
           const roles = new Set(state.roles);
           if (!roles.delete(role)) roles.add(role);
           chip.setAttribute("aria-pressed", roles.has(role));
-          set({ roles });
+          setState({ roles });
         },
-        pointermove: (event) => showTip(event, record.roles[role] ?? role),
-        pointerleave: (event) => showTip(event),
+        pointermove: (event) => showTooltip(event, record.roles[role] ?? role),
+        pointerleave: (event) => showTooltip(event),
       },
-    }, el("i"), role, el("small", {}, countHeads(role)));
+    }, htmlElement("i"), role, htmlElement("small", {}, countHeadsWithRole(role)));
     $("chips").append(chip);
   }
 }
 
 // The colour scale, shared by the mosaic, the heat map and the arcs.
-function drawScale() {
-  if (currentLayer().image) { drawImageScale(); return; }
+function drawColourScale() {
+  if (selectedLayer().image) { drawOverlayColourScale(); return; }
   const marks = [0, 0.01, 0.05, 0.1, 0.25, 0.5, 1];
-  const stops = Array.from({ length: 17 }, (_, i) => `${colour((i / 16) ** 2)} ${(100 * i) / 16}%`);
-  const graph = currentLayer().kind === "graph";
+  const stops = Array.from({ length: 17 }, (_, i) => `${weightColour((i / 16) ** 2)} ${(100 * i) / 16}%`);
+  const graph = selectedLayer().kind === "graph";
   $("scale").replaceChildren(
-    el("div", { class: "ramp", style: `background:linear-gradient(90deg,${stops.join()})`, role: "img", "aria-label": "Colour scale from 0 to 1, square root" }),
-    el("div", { class: "marks" }, marks.map((w) => el("span", { style: `left:${100 * Math.sqrt(w)}%` }, w === 0 || w === 1 ? `${w}` : String(w).slice(1)))),
-    el("p", { class: "hint" }, state.measure === "weight"
-      ? (graph ? "Weight of an edge. " : "Weight: the share of a row’s attention on a column. ")
-      : "Contribution: the share of what the head adds to a row that comes from a column. ", "One square-root scale for all heads."),
+    htmlElement("div", { class: "ramp", style: `background:linear-gradient(90deg,${stops.join()})`, role: "img", "aria-label": "Colour scale from 0 to 1, square root" }),
+    htmlElement("div", { class: "marks" }, marks.map((w) => htmlElement("span", { style: `left:${100 * Math.sqrt(w)}%` }, w === 0 || w === 1 ? `${w}` : String(w).slice(1)))),
+    htmlElement("p", { class: "hint" }, state.measure === "weight"
+      ? (graph ? "Weight of an edge. " : "Weight: the share of a query’s (row’s) attention on a key (column). ")
+      : "Contribution: the share of the head’s output at a query (row) that comes from a key (column). ", "One square-root scale for all heads."),
   );
 }
 
-watch("layer head search roles paint", updateMosaic);
+watch("layer head search roles paint", updateMosaicSelection);
 watch("measure level hide theme node direction", paintMosaic);
 watch("hover lock layer", highlightMosaic);
-watch("measure theme layer", drawScale);
+watch("measure theme layer", drawColourScale);

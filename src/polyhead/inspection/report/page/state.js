@@ -1,7 +1,7 @@
-// The selection. Drawing functions watch the parts of it that they depend on.
+// Observable page state: `watch(keys, run)` calls `run` after `setState` has changed one of the keys.
 
 const state = {
-  layer: layers.findIndex((layer) => layer.number === record.star[0]), head: 0,
+  layer: layers.findIndex((layer) => layer.number === record.initial_head[0]), head: 0,
   measure: "weight", level: "word", hide: false, paint: "weight",
   roles: new Set(), search: "",
   // {row, col}: the items under the pointer in the selected layer, either may be null; a lock replaces them
@@ -12,44 +12,44 @@ const state = {
   node: 0, direction: "in",
   theme: 0,
 };
-state.head = layers[state.layer].heads.indexOf(record.star[1]);
+state.head = layers[state.layer].heads.indexOf(record.initial_head[1]);
 
 const watchers = [];
 const changed = new Set();
 
 function watch(keys, run) { watchers.push({ keys: keys.split(" "), run }); }
 
-function set(changes) {
+function setState(changes) {
   const scheduled = changed.size > 0;
   for (const [key, value] of Object.entries(changes)) {
     if (state[key] !== value) { state[key] = value; changed.add(key); }
   }
-  if (changed.size && !scheduled) queueMicrotask(flush);
+  if (changed.size && !scheduled) queueMicrotask(runChangedWatchers);
 }
 
-function flush() {
+function runChangedWatchers() {
   const keys = new Set(changed);
   changed.clear();
   for (const watcher of watchers) if (watcher.keys.some((key) => keys.has(key))) watcher.run(keys);
 }
 
-const currentLayer = () => layers[state.layer];
-const headName = () => currentLayer().label(state.head);
-const highlighted = () => state.lock ?? state.hover;
+const selectedLayer = () => layers[state.layer];
+const selectedHeadName = () => selectedLayer().headLabel(state.head);
+const highlightedItems = () => state.lock ?? state.hover;
 
 let lastSelection = 0;
 
 // Select a head, after its arrays are loaded.
 async function selectHead(layerIndex, head) {
   const request = ++lastSelection;
-  await layers[layerIndex].loadHead(head);
+  await layers[layerIndex].loadHeadArrays(head);
   if (request !== lastSelection) return;
   const changes = { layer: layerIndex, head: head };
-  if (layers[layerIndex].image) changes.node = matchPatch(layers[layerIndex]);
+  if (layers[layerIndex].image) changes.node = findSamePatch(layers[layerIndex]);
   else if (layers[layerIndex].kind === "graph" && state.node >= layers[layerIndex].queries) changes.node = 0;
-  if (!sameItems(layers[layerIndex], currentLayer()) || canFold(layers[layerIndex], head) !== canFold(currentLayer(), state.head)) Object.assign(changes, { hover: null, lock: null, cell: null });
-  set(changes);
+  if (!haveSameItems(layers[layerIndex], selectedLayer()) || canMergePieces(layers[layerIndex], head) !== canMergePieces(selectedLayer(), state.head)) Object.assign(changes, { hover: null, lock: null, cell: null });
+  setState(changes);
 }
 
 // Whether two layers have the same items, so that highlighted items remain valid.
-const sameItems = (a, b) => a.kind === b.kind && a.rows === b.rows && a.columns === b.columns && a.queries === b.queries && a.keys === b.keys;
+const haveSameItems = (a, b) => a.kind === b.kind && a.rows === b.rows && a.columns === b.columns && a.queries === b.queries && a.keys === b.keys;

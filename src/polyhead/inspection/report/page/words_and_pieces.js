@@ -1,15 +1,15 @@
 // Words and pieces: the items of the selected head, and the weights between them.
 
-const memo = new Map();
+const itemAndHeadCache = new Map();
 
 // The items of the rows or columns: pieces, or words and special tokens.
-function items(layer, side, level = state.level, hide = state.hide) {
+function listItems(layer, side, level = state.level, hide = state.hide) {
   const key = [layer[side], side === "rows" ? layer.queries : layer.keys, level, hide].join();
-  if (!memo.has(key)) memo.set(key, groupPieces(layer, side, level, hide));
-  return memo.get(key);
+  if (!itemAndHeadCache.has(key)) itemAndHeadCache.set(key, groupPiecesIntoItems(layer, side, level, hide));
+  return itemAndHeadCache.get(key);
 }
 
-function groupPieces(layer, side, level, hide) {
+function groupPiecesIntoItems(layer, side, level, hide) {
   const count = side === "rows" ? layer.queries : layer.keys;
   const text = layer[side] === null ? null : record.texts[layer[side]];
   const list = [], words = new Map();
@@ -27,7 +27,7 @@ function groupPieces(layer, side, level, hide) {
 }
 
 // Attention between items: the sum over the pieces of a key, the mean over the pieces of a query (Clark 2019).
-function foldPieces(data, keys, rows, cols) {
+function mergePieceWeights(data, keys, rows, cols) {
   const out = new Float32Array(rows.length * cols.length);
   rows.forEach((row, i) => cols.forEach((col, j) => {
     let sum = 0;
@@ -38,47 +38,47 @@ function foldPieces(data, keys, rows, cols) {
 }
 
 // Whether words can be merged and tokens hidden: this needs all weights of the head.
-const canFold = (layer, head) => layer.display === "matrix" && (layer.complete || (layer.detail(head) === "exact" && layer.queries * layer.keys <= MAX_MATRIX));
+const canMergePieces = (layer, head) => layer.display === "matrix" && (layer.complete || (layer.detailLevel(head) === "exact" && layer.queries * layer.keys <= MAX_MATRIX_SIZE));
 
 // The selected head: its items, and the weights between them, or null if the text is too long.
-function currentHead() {
-  const layer = currentLayer(), head = state.head;
+function selectedHeadData() {
+  const layer = selectedLayer(), head = state.head;
   const key = ["now", layer.number, head, state.measure, state.level, state.hide].join();
-  if (!memo.has(key)) {
-    for (const old of [...memo.keys()].filter((name) => name.startsWith("now"))) memo.delete(old);
-    const foldable = canFold(layer, head);
-    const rows = items(layer, "rows", foldable ? state.level : "piece", foldable && state.hide);
-    const cols = items(layer, "columns", foldable ? state.level : "piece", foldable && state.hide);
-    const matrix = foldable ? layer.matrix(head, state.measure) : null;
-    memo.set(key, { layer, head, rows, cols, data: matrix && foldPieces(matrix, layer.keys, rows, cols) });
+  if (!itemAndHeadCache.has(key)) {
+    for (const old of [...itemAndHeadCache.keys()].filter((name) => name.startsWith("now"))) itemAndHeadCache.delete(old);
+    const foldable = canMergePieces(layer, head);
+    const rows = listItems(layer, "rows", foldable ? state.level : "piece", foldable && state.hide);
+    const cols = listItems(layer, "columns", foldable ? state.level : "piece", foldable && state.hide);
+    const matrix = foldable ? layer.weightMatrix(head, state.measure) : null;
+    itemAndHeadCache.set(key, { layer, head, rows, cols, data: matrix && mergePieceWeights(matrix, layer.keys, rows, cols) });
   }
-  return memo.get(key);
+  return itemAndHeadCache.get(key);
 }
 
 // The weights of one item on all items of the selected head.
-function rowWeights(current, i) {
+function weightsOfRow(current, i) {
   const { layer, head, rows, cols, data } = current;
   if (data) return data.subarray(i * cols.length, (i + 1) * cols.length);
-  return layer.row(head, rows[i].pieces[0], state.measure);
+  return layer.weightRow(head, rows[i].pieces[0], state.measure);
 }
 
 // The weight of a pair; null if only an average is known.
-function pairWeight(current, i, j) {
+function weightOfPair(current, i, j) {
   if (current.data) return current.data[i * current.cols.length + j];
-  if (current.layer.detail(current.head) === "exact") return rowWeights(current, i)[j];
-  const weight = rowWeights(current, i)[j];
+  if (current.layer.detailLevel(current.head) === "exact") return weightsOfRow(current, i)[j];
+  const weight = weightsOfRow(current, i)[j];
   return weight > 0 ? weight : null;
 }
 
 // The matrix of a head's tile: the weights between items if all are loaded, else the averaged map.
 function tileMatrix(layer, head, measure = state.measure) {
-  if (!layer.complete) return layer.map(head, measure);
-  const rows = items(layer, "rows"), cols = items(layer, "columns");
-  return { data: foldPieces(layer.matrix(head, measure), layer.keys, rows, cols), height: rows.length, width: cols.length };
+  if (!layer.complete) return layer.averagedMap(head, measure);
+  const rows = listItems(layer, "rows"), cols = listItems(layer, "columns");
+  return { data: mergePieceWeights(layer.weightMatrix(head, measure), layer.keys, rows, cols), height: rows.length, width: cols.length };
 }
 
 // The k largest entries of a row above `threshold`, as [index, weight], largest first.
-function strongest(row, k, threshold = 0) {
+function largestEntries(row, k, threshold = 0) {
   const best = [];
   for (let j = 0; j < row.length; j++) {
     const w = row[j];

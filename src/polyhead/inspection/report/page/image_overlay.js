@@ -4,24 +4,24 @@ const photo = { image: null, backdrops: {} };
 // The layer in which a patch was last selected, and the patch: other layers show the same location.
 const lastPatch = { layer: null, node: 0 };
 
-async function loadPhoto() {
+async function loadInputImage() {
   photo.image = new Image();
   photo.image.src = record.image.src;
   await photo.image.decode();
 }
 
 // The image in grey with low contrast, so that overlays are visible; cached by theme and width.
-function getBackdrop(width) {
-  const theme = isDark() ? "dark" : "light", height = Math.max(1, Math.round((width * record.image.height) / record.image.width));
+function getGreyBackdrop(width) {
+  const theme = isDarkTheme() ? "dark" : "light", height = Math.max(1, Math.round((width * record.image.height) / record.image.width));
   const key = `${theme} ${width}`;
   if (photo.backdrops[key]) return photo.backdrops[key];
   const canvas = document.createElement("canvas");
   canvas.width = width; canvas.height = height;
   const ctx = canvas.getContext("2d");
   ctx.imageSmoothingQuality = "high";
-  if (record.image.blank) { ctx.fillStyle = cssColour("--wash"); ctx.fillRect(0, 0, width, height); return (photo.backdrops[key] = canvas); }
+  if (record.image.blank) { ctx.fillStyle = themeColour("--wash"); ctx.fillRect(0, 0, width, height); return (photo.backdrops[key] = canvas); }
   ctx.drawImage(photo.image, 0, 0, width, height);
-  const image = ctx.getImageData(0, 0, width, height), { data } = image, [low, high] = isDark() ? [18, 0.48] : [112, 0.56];
+  const image = ctx.getImageData(0, 0, width, height), { data } = image, [low, high] = isDarkTheme() ? [18, 0.48] : [112, 0.56];
   for (let n = 0; n < data.length; n += 4) data[n] = data[n + 1] = data[n + 2] = low + high * (0.299 * data[n] + 0.587 * data[n + 1] + 0.114 * data[n + 2]);
   ctx.putImageData(image, 0, 0);
   return (photo.backdrops[key] = canvas);
@@ -47,7 +47,7 @@ function gridPosition(layer, node) {
 }
 
 // The query of `layer` at the location of the selected patch; layers may have different patch sizes.
-function matchPatch(layer, source = currentLayer().image ? { layer: currentLayer(), node: state.node } : lastPatch) {
+function findSamePatch(layer, source = selectedLayer().image ? { layer: selectedLayer(), node: state.node } : lastPatch) {
   const position = layer === source.layer ? null : gridPosition(source.layer, source.node), [down, across] = source.layer.image.sizes;
   return position ? queryAt(layer, (position[0] + 0.5) / down, (position[1] + 0.5) / across) : Math.min(source.node, layer.queries - 1);
 }
@@ -65,24 +65,24 @@ function keyAt(layer, down, right) {
 
 // The weights of a patch on all keys, or of all queries on it.
 function overlayWeights(layer, head, node) {
-  if (!showsIncoming(layer)) return layer.row(head, node, state.measure);
+  if (!showsIncoming(layer)) return layer.weightRow(head, node, state.measure);
   const column = new Float32Array(layer.queries);
-  const totals = state.measure === "weight" ? null : queryTotals(layer, head), norm = layer.valueNorm(head, node);
+  const totals = state.measure === "weight" ? null : contributionTotals(layer, head), norm = layer.valueNorm(head, node);
   for (let i = 0; i < layer.queries; i++) column[i] = layer.imageWeight(head, i, node) * (totals ? norm / (totals[i] || Infinity) : 1);
   return column;
 }
 
 // What a head adds to each query in total, computed once.
-function queryTotals(layer, head) {
+function contributionTotals(layer, head) {
   layer.totals ??= [];
-  return (layer.totals[head] ??= Float32Array.from({ length: layer.queries }, (_, i) => layer.contributionTotal(head, layer.row(head, i, "weight"))));
+  return (layer.totals[head] ??= Float32Array.from({ length: layer.queries }, (_, i) => layer.contributionTotal(head, layer.weightRow(head, i, "weight"))));
 }
 
 const overlayCanvas = document.createElement("canvas");
 
 // Draw the backdrop, and the weights of one row above it.
 function paintOverlay(ctx, layer, row, x, y, width, height) {
-  const [down, across] = layer.image.sizes, first = layer.image.special[1], cells = new ImageData(across, down), colours = ramp();
+  const [down, across] = layer.image.sizes, first = layer.image.special[1], cells = new ImageData(across, down), colours = colourRamp();
   for (let n = 0; n < down * across; n++) {
     const t = logScale(row[first + n], layer.keys), c = colours[overlayColourIndex(t)];
     cells.data[4 * n] = c[0]; cells.data[4 * n + 1] = c[1]; cells.data[4 * n + 2] = c[2]; cells.data[4 * n + 3] = 255 * overlayAlpha(t);
@@ -91,7 +91,7 @@ function paintOverlay(ctx, layer, row, x, y, width, height) {
   overlayCanvas.getContext("2d").putImageData(cells, 0, 0);
   const ratio = Math.max(1, window.devicePixelRatio || 1);
   ctx.imageSmoothingEnabled = true;
-  ctx.drawImage(getBackdrop(Math.max(1, Math.round(width * ratio))), x, y, width, height);
+  ctx.drawImage(getGreyBackdrop(Math.max(1, Math.round(width * ratio))), x, y, width, height);
   ctx.imageSmoothingEnabled = false;
   ctx.drawImage(overlayCanvas, x, y, width, height);
 }
@@ -106,7 +106,7 @@ function fitImage(width, height = width) {
 function drawImageTile(ctx, layer, head, size) {
   // clip: the frame of a border patch would reach into the next tile
   ctx.beginPath(); ctx.rect(0, 0, size, size); ctx.clip();
-  const [width, height] = fitImage(size), x = (size - width) / 2, y = (size - height) / 2, node = matchPatch(layer);
+  const [width, height] = fitImage(size), x = (size - width) / 2, y = (size - height) / 2, node = findSamePatch(layer);
   paintOverlay(ctx, layer, overlayWeights(layer, head, node), x, y, width, height);
   const position = gridPosition(layer, node);
   if (!position || size < 18) return;
@@ -115,8 +115,8 @@ function drawImageTile(ctx, layer, head, size) {
 }
 
 function strokeFrame(ctx, x, y, width, height, line) {
-  ctx.strokeStyle = isDark() ? "#000" : "#fff"; ctx.lineWidth = line + 2; ctx.strokeRect(x, y, width, height);
-  ctx.strokeStyle = cssColour("--accent"); ctx.lineWidth = line; ctx.strokeRect(x, y, width, height);
+  ctx.strokeStyle = isDarkTheme() ? "#000" : "#fff"; ctx.lineWidth = line + 2; ctx.strokeRect(x, y, width, height);
+  ctx.strokeStyle = themeColour("--accent"); ctx.lineWidth = line; ctx.strokeRect(x, y, width, height);
 }
 
 function framePatch(ctx, layer, node, width, height, line = 2) {
@@ -126,181 +126,181 @@ function framePatch(ctx, layer, node, width, height, line = 2) {
 
 // With a stride, a layer has fewer queries than keys.
 const isStrided = (layer) => layer.image.stride.some((n) => n > 1);
-const itemKind = (layer, side) => (layer.image.block > 1 ? "block" : !isStrided(layer) ? "patch" : side === "rows" ? "query" : "point");
+const itemNoun = (layer, side) => (layer.image.block > 1 ? "block" : !isStrided(layer) ? "patch" : side === "rows" ? "query" : "point");
 
 function buildItemName(layer, side, i) {
   const name = record.texts[layer[side]].pieces[i];
-  if (layer.image.special[side === "rows" ? 0 : 1] > i) return token(name);
+  if (layer.image.special[side === "rows" ? 0 : 1] > i) return tokenElement(name);
   const location = side === "rows" && isStrided(layer) ? `, at point (${gridPosition(layer, i).map((n) => n * layer.image.block).join(", ")})` : "";
-  return el("span", { class: "patch" }, `${itemKind(layer, side)} (${name})${location}`);
+  return htmlElement("span", { class: "patch" }, `${itemNoun(layer, side)} (${name})${location}`);
 }
 
 // The selected query in a sentence, without its name.
-const queryDescription = (layer) => (gridPosition(layer, state.node) ? `the framed ${itemKind(layer, "rows")}` : "the selected token");
+const describeSelectedQuery = (layer) => (gridPosition(layer, state.node) ? `the framed ${itemNoun(layer, "rows")}` : "the selected token");
 
-function gridDescription(layer) {
+function describeGrid(layer) {
   const { block } = layer.image, [queries, points] = [gridSizes(layer, "rows"), gridSizes(layer, "columns")].map((n) => n.join(" × "));
   const inBlocks = block > 1 ? ` blocks of ${block} × ${block}` : "";
   return isStrided(layer) ? `${queries}${inBlocks} queries, ${points}${inBlocks} points` : `${points}${inBlocks} patches`;
 }
 
 // Draw the overlay of the selected head, large.
-function drawOverlay() {
-  const layer = currentLayer();
+function drawImageOverlay() {
+  const layer = selectedLayer();
   if (!layer.image) return;
   let box = $("plot").querySelector(".picture");
   if (!box) {
-    box = el("canvas", { class: "picture", tabindex: "0", role: "application", "aria-label": "Attention of the patch, over the image. Arrow keys move, Enter locks." });
+    box = htmlElement("canvas", { class: "picture", tabindex: "0", role: "application", "aria-label": "Attention of the patch, over the image. Arrow keys move, Enter locks." });
     plot.canvas = null;
     $("plot").replaceChildren(box);
-    bindPictureEvents(box);
+    bindImageEvents(box);
   }
   const offsetTop = $("plot").getBoundingClientRect().top + scrollY;
   const [width, height] = fitImage($("plot").clientWidth, Math.max(300, Math.min(innerHeight - offsetTop - 60, 640)));
-  const row = overlayWeights(layer, state.head, state.node), ctx = prepareCanvas(box, width, height);
+  const row = overlayWeights(layer, state.head, state.node), ctx = resizeAndClearCanvas(box, width, height);
   paintOverlay(ctx, layer, row, 0, 0, width, height);
   framePatch(ctx, layer, state.node, width, height);
-  Object.assign(box.dataset, { node: state.node, head: headName() });
+  Object.assign(box.dataset, { node: state.node, head: selectedHeadName() });
   const key = state.hover?.col;
   if (key != null && key >= layer.image.special[1]) {
     const n = key - layer.image.special[1], [down, across] = layer.image.sizes;
-    ctx.strokeStyle = cssColour("--mark"); ctx.lineWidth = 1.5;
+    ctx.strokeStyle = themeColour("--mark"); ctx.lineWidth = 1.5;
     ctx.strokeRect(((n % across) * width) / across, (Math.floor(n / across) * height) / down, width / across, height / down);
   }
-  $("map-name").replaceChildren(el("span", { class: "name" }, headName()), ` ${measureName()}`);
-  const kind = itemKind(layer, "columns"), targets = `${kind}${kind === "patch" ? "es" : "s"} in colour`, name = queryDescription(layer);
+  $("map-name").replaceChildren(htmlElement("span", { class: "name" }, selectedHeadName()), ` ${measureName()}`);
+  const kind = itemNoun(layer, "columns"), targets = `${kind}${kind === "patch" ? "es" : "s"} in colour`, name = describeSelectedQuery(layer);
   $("map-hint").textContent = capitalise(showsIncoming(layer) ? `${targets} attend to ${name}.` : `${name} attends to ${targets}.`);
-  updateImageText(layer, row);
+  updateImageCaption(layer, row);
 }
 
-function updateImageText(layer, row) {
-  const out = showsIncoming(layer), gives = out === (state.measure === "share"), key = state.hover?.col, best = strongest(row, 3, 0.001);
+function updateImageCaption(layer, row) {
+  const out = showsIncoming(layer), gives = out === (state.measure === "share"), key = state.hover?.col, best = largestEntries(row, 3, 0.001);
   const list = best.flatMap(([j, w], n) => [n ? ", " : "", `${formatNumber(w)} ${gives ? "to" : "from"} `, buildItemName(layer, out ? "rows" : "columns", j)]);
   const special = out ? layer.image.special[0] : layer.image.special[1];
   let specialWeight = 0;
   for (let j = 0; j < special; j++) specialWeight += row[j];
-  $("caption").replaceChildren(el("b", {}, headName()), " ", buildItemName(layer, "rows", state.node), gives ? " gives " : " gets ", ...(list.length ? list : ["nothing"]), ".",
-    el("span", { class: "hint" }, layer.image.block > 1 ? " The weight of a block is the sum over the patches of the key block, the mean over the patches of the query block." : "", state.lock ? " Locked; Escape releases it." : ` Hover over a ${itemKind(layer, "rows")}; click to lock it.`));
+  $("caption").replaceChildren(htmlElement("b", {}, selectedHeadName()), " ", buildItemName(layer, "rows", state.node), gives ? " gives " : " gets ", ...(list.length ? list : ["nothing"]), ".",
+    htmlElement("span", { class: "hint" }, layer.image.block > 1 ? " The weight of a block is the sum over the patches of the key block, the mean over the patches of the query block." : "", state.lock ? " Locked; Escape releases it." : ` Hover over a ${itemNoun(layer, "rows")}; click to lock it.`));
   $("readout").replaceChildren(...(key == null
     ? [special && !out ? `On special tokens, which are not in the image: ${formatPercent(specialWeight)}.` : ""]
-    : [buildItemName(layer, "rows", state.node), out ? " ← " : " → ", buildItemName(layer, "columns", key), ": ", el("b", {}, formatWeight(row[key]))]));
+    : [buildItemName(layer, "rows", state.node), out ? " ← " : " → ", buildItemName(layer, "columns", key), ": ", htmlElement("b", {}, formatWeight(row[key]))]));
 }
 
 // Build the image, the special tokens and the direction buttons, in place of the text.
-function buildPhoto(stage) {
-  const layer = currentLayer();
+function buildImageViewer(stage) {
+  const layer = selectedLayer();
   if (!stage.querySelector(".photo")) {
     stage.className = "viewer";
-    const box = el("canvas", { class: "picture photo", tabindex: "0", role: "application", "aria-label": "The image. Arrow keys move from patch to patch, Enter locks.", hidden: Boolean(record.image.blank) });
-    stage.replaceChildren(box, el("div", { class: "beside" }));
-    bindPictureEvents(box);
+    const box = htmlElement("canvas", { class: "picture photo", tabindex: "0", role: "application", "aria-label": "The image. Arrow keys move from patch to patch, Enter locks.", hidden: Boolean(record.image.blank) });
+    stage.replaceChildren(box, htmlElement("div", { class: "beside" }));
+    bindImageEvents(box);
   }
   const names = record.texts[layer.rows].pieces.slice(0, layer.image.special[0]), beside = stage.querySelector(".beside");
   beside.replaceChildren(
-    names.length ? el("div", { class: "tokens", role: "group", "aria-label": "Special tokens" }, names.map((name, i) => el("button", { class: "toggle", "data-token": i, "aria-pressed": false, title: "Show the attention of this token", on: { click: () => set({ node: i, lock: { row: i, col: null } }) } }, name))) : "",
-    layer.kind === "self" ? el("div", { class: "choice", role: "radiogroup", "aria-label": "Direction", "data-key": "direction" },
-      el("button", { role: "radio", value: "in" }, "attends to"), el("button", { role: "radio", value: "out" }, "is attended to by")) : "",
-    el("span", { class: "hint" }, gridDescription(layer)));
-  updateChoices();
-  drawPhoto();
+    names.length ? htmlElement("div", { class: "tokens", role: "group", "aria-label": "Special tokens" }, names.map((name, i) => htmlElement("button", { class: "toggle", "data-token": i, "aria-pressed": false, title: "Show the attention of this token", on: { click: () => setState({ node: i, lock: { row: i, col: null } }) } }, name))) : "",
+    layer.kind === "self" ? htmlElement("div", { class: "choice", role: "radiogroup", "aria-label": "Direction", "data-key": "direction" },
+      htmlElement("button", { role: "radio", value: "in" }, "attends to"), htmlElement("button", { role: "radio", value: "out" }, "is attended to by")) : "",
+    htmlElement("span", { class: "hint" }, describeGrid(layer)));
+  updateButtonGroups();
+  drawInputImage();
 }
 
-function drawPhoto() {
-  const layer = currentLayer(), box = document.querySelector(".photo");
+function drawInputImage() {
+  const layer = selectedLayer(), box = document.querySelector(".photo");
   if (!layer.image || !box) return;
   const [width, height] = fitImage(Math.min(280, innerWidth * 0.36), innerHeight < 700 ? 120 : 156);
-  const ctx = prepareCanvas(box, width, height);
+  const ctx = resizeAndClearCanvas(box, width, height);
   ctx.drawImage(photo.image, 0, 0, width, height);
   framePatch(ctx, layer, state.node, width, height);
   for (const button of document.querySelectorAll("[data-token]")) button.setAttribute("aria-pressed", Number(button.dataset.token) === state.node);
 }
 
-function bindPictureEvents(box) {
+function bindImageEvents(box) {
   const relativePosition = (event) => { const rect = box.getBoundingClientRect(); return [(event.clientY - rect.top) / rect.height, (event.clientX - rect.left) / rect.width]; };
   box.addEventListener("pointermove", (event) => {
-    const layer = currentLayer();
+    const layer = selectedLayer();
     if (!layer.image) return;
-    if (state.lock) { const col = keyAt(layer, ...relativePosition(event)); if (state.hover?.col !== col) set({ hover: { row: state.node, col } }); }
-    else set({ node: queryAt(layer, ...relativePosition(event)) });
+    if (state.lock) { const col = keyAt(layer, ...relativePosition(event)); if (state.hover?.col !== col) setState({ hover: { row: state.node, col } }); }
+    else setState({ node: queryAt(layer, ...relativePosition(event)) });
   });
-  box.addEventListener("pointerleave", () => set({ hover: null }));
+  box.addEventListener("pointerleave", () => setState({ hover: null }));
   box.addEventListener("click", (event) => {
-    const layer = currentLayer();
+    const layer = selectedLayer();
     if (!layer.image) return;
     const node = queryAt(layer, ...relativePosition(event));
-    set({ node, hover: null, lock: state.lock?.row === node ? null : { row: node, col: null } });
+    setState({ node, hover: null, lock: state.lock?.row === node ? null : { row: node, col: null } });
   });
 }
 
-const toggleLock = () => set({ lock: state.lock ? null : { row: state.node, col: null }, hover: null });
+const togglePatchLock = () => setState({ lock: state.lock ? null : { row: state.node, col: null }, hover: null });
 
 // Move to another patch by an arrow key; special tokens are before the first patch.
-function stepPatch(key) {
-  const layer = currentLayer(), special = layer.image.special[0], width = layer.image.outputs[1], point = state.node - special;
+function movePatchByKey(key) {
+  const layer = selectedLayer(), special = layer.image.special[0], width = layer.image.outputs[1], point = state.node - special;
   const step = { ArrowRight: 1, ArrowLeft: -1, ArrowDown: width, ArrowUp: -width }[key];
   let next = state.node + step;
   if (point < 0) next = key === "ArrowDown" ? special : state.node + Math.sign(step);
   else if (point + step < 0) next = special - 1;
-  if (next >= 0 && next < layer.queries) set({ node: next, hover: null, lock: state.lock ? { row: next, col: null } : null });
+  if (next >= 0 && next < layer.queries) setState({ node: next, hover: null, lock: state.lock ? { row: next, col: null } : null });
 }
 
 const capitalise = (words) => words[0].toUpperCase() + words.slice(1);
-const offsetName = (down, right, what = "patch") => [down ? `${Math.abs(down)} ${down > 0 ? "down" : "up"}` : "", right ? `${Math.abs(right)} ${right > 0 ? "right" : "left"}` : ""].filter(Boolean).join(", ") || `the ${what} itself`;
+const describeOffset = (down, right, what = "patch") => [down ? `${Math.abs(down)} ${down > 0 ? "down" : "up"}` : "", right ? `${Math.abs(right)} ${right > 0 ? "right" : "left"}` : ""].filter(Boolean).join(", ") || `the ${what} itself`;
 
 // The mean attention distance of a head, and its most frequent offset.
 function buildImageFacts(layer, head) {
-  const { distance, fixed, offset } = layer.stats, [down, right] = offset[head];
+  const { distance, offset_share, offset } = layer.stats, [down, right] = offset[head];
   // no patch attends to any patch
   if (distance[head] === null) return [];
-  return [el("dt", {}, formatNumber(distance[head], 1)), el("dd", {}, "mean attention distance, in patches"),
-    el("dt", {}, formatPercent(fixed[head])), el("dd", {}, `of the ${isStrided(layer) ? "queries" : "patches"} have the same strongest offset${fixed[head] < 0.2 ? "" : `: ${offsetName(down, right)}`}`)];
+  return [htmlElement("dt", {}, formatNumber(distance[head], 1)), htmlElement("dd", {}, "mean attention distance, in patches"),
+    htmlElement("dt", {}, formatPercent(offset_share[head])), htmlElement("dd", {}, `of the ${isStrided(layer) ? "queries" : "patches"} have the same strongest offset${offset_share[head] < 0.2 ? "" : `: ${describeOffset(down, right)}`}`)];
 }
 
 // The mean weight by offset from the patch, over all patches: the taps of a head that acts like a convolution.
-function meanByOffset(layer, head) {
+function meanWeightByOffset(layer, head) {
   const [down, across] = layer.image.sizes, reach = Math.min(6, Math.max(down, across) - 1), side = 2 * reach + 1, sums = new Float32Array(side * side);
   for (let i = layer.image.special[0]; i < layer.queries; i++) {
-    const row = layer.row(head, i, state.measure), [y, x] = gridPosition(layer, i);
+    const row = layer.weightRow(head, i, state.measure), [y, x] = gridPosition(layer, i);
     for (let r = Math.max(0, y - reach); r <= Math.min(down - 1, y + reach); r++) for (let c = Math.max(0, x - reach); c <= Math.min(across - 1, x + reach); c++)
       sums[(r - y + reach) * side + c - x + reach] += row[layer.image.special[1] + r * across + c] / (layer.queries - layer.image.special[0]);
   }
   return { sums, side, reach };
 }
 
-function drawOffsets(layer, head) {
-  const { sums, side, reach } = meanByOffset(layer, head), cell = Math.floor(188 / side), size = cell * side, colours = ramp();
-  const box = el("canvas", { class: "taps", role: "img", "aria-label": `Mean ${measureName()} by the offset of the key from the patch` }), ctx = prepareCanvas(box, size, size);
-  sums.forEach((w, n) => { ctx.fillStyle = rgb(colours[Math.round(255 * logScale(w, layer.keys))]); ctx.fillRect((n % side) * cell, Math.floor(n / side) * cell, cell - 1, cell - 1); });
+function buildOffsetMap(layer, head) {
+  const { sums, side, reach } = meanWeightByOffset(layer, head), cell = Math.floor(188 / side), size = cell * side, colours = colourRamp();
+  const box = htmlElement("canvas", { class: "taps", role: "img", "aria-label": `Mean ${measureName()} by the offset of the key from the patch` }), ctx = resizeAndClearCanvas(box, size, size);
+  sums.forEach((w, n) => { ctx.fillStyle = toCssRgb(colours[Math.round(255 * logScale(w, layer.keys))]); ctx.fillRect((n % side) * cell, Math.floor(n / side) * cell, cell - 1, cell - 1); });
   strokeFrame(ctx, reach * cell, reach * cell, cell - 1, cell - 1, 1.5);
   box.addEventListener("pointermove", (event) => {
     const c = Math.min(side - 1, Math.floor(event.offsetX / cell)), r = Math.min(side - 1, Math.floor(event.offsetY / cell));
     // in patches, like the strongest offset, even if blocks are shown
     const offset = [r - reach, c - reach].map((n) => n * layer.image.block);
-    showTip(event, `${offsetName(...offset, itemKind(layer, "rows"))}${layer.image.block > 1 && offset.some(Boolean) ? ", in patches" : ""}: `, el("b", {}, formatWeight(sums[r * side + c])));
+    showTooltip(event, `${describeOffset(...offset, itemNoun(layer, "rows"))}${layer.image.block > 1 && offset.some(Boolean) ? ", in patches" : ""}: `, htmlElement("b", {}, formatWeight(sums[r * side + c])));
   });
-  box.addEventListener("pointerleave", (event) => showTip(event));
+  box.addEventListener("pointerleave", (event) => showTooltip(event));
   const { block } = layer.image;
-  return [el("h3", {}, `Around a ${itemKind(layer, "rows")}: mean ${measureName()}${block > 1 ? `; a cell is a block of ${block} × ${block} patches` : ""}`), box];
+  return [htmlElement("h3", {}, `Around a ${itemNoun(layer, "rows")}: mean ${measureName()}${block > 1 ? `; a cell is a block of ${block} × ${block} patches` : ""}`), box];
 }
 
 // The colour scale of overlays: transparent at 0.
-function drawImageScale() {
-  const n = currentLayer().keys, marks = [0, 0.01, 0.05, 0.1, 0.25, 1].filter((w) => !w || w >= 1 / n), colours = ramp();
+function drawOverlayColourScale() {
+  const n = selectedLayer().keys, marks = [0, 0.01, 0.05, 0.1, 0.25, 1].filter((w) => !w || w >= 1 / n), colours = colourRamp();
   const stops = Array.from({ length: 17 }, (_, i) => `rgb(${colours[overlayColourIndex(i / 16)].join(" ")} / ${overlayAlpha(i / 16)}) ${(100 * i) / 16}%`);
   $("scale").replaceChildren(
-    el("div", { class: "ramp", style: `background:linear-gradient(90deg,${stops.join()}), ${isDark() ? "#4a4a4a" : "#c4c4c4"}`, role: "img", "aria-label": "Colour scale from 0 to 1, logarithmic" }),
-    el("div", { class: "marks" }, marks.map((w) => el("span", { style: `left:${100 * logScale(w, n)}%` }, w === 0 || w === 1 ? `${w}` : String(w).slice(1)))),
-    el("p", { class: "hint" }, state.measure === "weight" ? `Weight: the share of ${queryDescription(currentLayer())}’s attention. ` : `Contribution: the share of what the head adds to ${queryDescription(currentLayer())}. `, "One logarithmic scale for all heads."));
+    htmlElement("div", { class: "ramp", style: `background:linear-gradient(90deg,${stops.join()}), ${isDarkTheme() ? "#4a4a4a" : "#c4c4c4"}`, role: "img", "aria-label": "Colour scale from 0 to 1, logarithmic" }),
+    htmlElement("div", { class: "marks" }, marks.map((w) => htmlElement("span", { style: `left:${100 * logScale(w, n)}%` }, w === 0 || w === 1 ? `${w}` : String(w).slice(1)))),
+    htmlElement("p", { class: "hint" }, state.measure === "weight" ? `Weight: the share of ${describeSelectedQuery(selectedLayer())}’s attention. ` : `Contribution: the share of what the head adds to ${describeSelectedQuery(selectedLayer())}. `, "One logarithmic scale for all heads."));
 }
 
 function exportOverlay() {
-  const [width, height] = fitImage(640), canvas = document.createElement("canvas"), ctx = prepareCanvas(canvas, width, height);
-  paintOverlay(ctx, currentLayer(), overlayWeights(currentLayer(), state.head, state.node), 0, 0, width, height);
-  framePatch(ctx, currentLayer(), state.node, width, height);
-  saveSvg(`${headName()}-from-${state.node}.svg`, svg("svg", {}, svg("image", { href: canvas.toDataURL(), width, height })), width, height);
+  const [width, height] = fitImage(640), canvas = document.createElement("canvas"), ctx = resizeAndClearCanvas(canvas, width, height);
+  paintOverlay(ctx, selectedLayer(), overlayWeights(selectedLayer(), state.head, state.node), 0, 0, width, height);
+  framePatch(ctx, selectedLayer(), state.node, width, height);
+  downloadSvg(`${selectedHeadName()}-from-${state.node}.svg`, svgElement("svg", {}, svgElement("image", { href: canvas.toDataURL(), width, height })), width, height);
 }
 
-watch("layer head measure theme node direction hover lock", drawOverlay);
-watch("node theme", drawPhoto);
-watch("node", () => { if (currentLayer().image) drawImageScale(); });
-watch("node layer", () => { if (currentLayer().image) Object.assign(lastPatch, { layer: currentLayer(), node: state.node }); });
+watch("layer head measure theme node direction hover lock", drawImageOverlay);
+watch("node theme", drawInputImage);
+watch("node", () => { if (selectedLayer().image) drawOverlayColourScale(); });
+watch("node layer", () => { if (selectedLayer().image) Object.assign(lastPatch, { layer: selectedLayer(), node: state.node }); });
