@@ -3,7 +3,6 @@
 import importlib.metadata
 import json
 import os
-import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -68,4 +67,5 @@ def test_import_is_fast():
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
         return float(done.stdout)
 
-    assert statistics.median(cost() for _ in range(3)) < 0.3
+    # the least: other processes make a run longer, never shorter
+    assert min(cost() for _ in range(5)) < 0.3

@@ -20,6 +20,8 @@ class Origin(NamedTuple):
     gate: Float[Tensor, " heads"] | None = None
     # the log-sum-exp of the scores, without the sink, if the kernel returned it
     lse: Float[Tensor, "... heads queries"] | None = None
+    # whether queries and keys are the same items; None if that is not known
+    is_self_attention: bool | None = None
 
 
 # The weights are computed from these; some results need others too.

@@ -22,20 +22,22 @@ def register_heads() -> None:
         _unflatten_heads,
         serialized_type_name="polyhead.heads.Heads",
         to_dumpable_context=_to_dumpable_context,
-        from_dumpable_context=lambda dumped: (tuple(dumped[0]), Dot(dumped[1]), dumped[2]),
+        from_dumpable_context=lambda dumped: (tuple(dumped[0]), Dot(dumped[1]), *dumped[2:]),
     )
 
 
 def _flatten_heads(heads: Heads) -> tuple[list[Any], Any]:
     fields: dict[str, Any] = {**heads._part.call._asdict(), **heads._part._asdict(), **heads._origin._asdict()}
-    static = {name: fields.pop(name) for name in ("score", "dropout", "call")}
+    static = {name: fields.pop(name) for name in ("score", "dropout", "is_self_attention", "call")}
     present = {name: field for name, field in fields.items() if field is not None}
-    return list(present.values()), (tuple(present), static["score"], static["dropout"])
+    return list(present.values()), (tuple(present), static["score"], static["dropout"], static["is_self_attention"])
 
 
 def _unflatten_heads(children: Any, context: Any) -> Heads:
-    names, score, dropout = context
+    # programs exported by 0.7.0 and before do not say whether it is self-attention
+    names, score, dropout, is_self_attention = context if len(context) == 4 else (*context, None)
     fields = dict(zip(names, children, strict=True))
+    fields["is_self_attention"] = is_self_attention
     take: Callable[[Any], dict[str, Any]] = lambda kind: {n: fields.get(n) for n in kind._fields}
     call = Call(**{**take(Call), "score": score, "dropout": dropout})
     heads = object.__new__(Heads)
@@ -46,9 +48,9 @@ def _unflatten_heads(children: Any, context: Any) -> Heads:
 
 
 def _to_dumpable_context(context: Any) -> Any:
-    names, score, dropout = context
+    names, score, dropout, is_self_attention = context
     if type(score) is not Dot:
         raise ValueError(
             f"score must be Dot in an exported program that returns Heads, got {type(score).__name__}; return the output alone"
         )
-    return names, score.scale, dropout
+    return names, score.scale, dropout, is_self_attention

@@ -112,11 +112,8 @@ class Heads(TensorInterface):
         part, origin = self._fresh_part("v", "outputs", "W_O", "gate"), self._origin
         lead = self.shape[: -len(part.axes)]
         batch = check_integer("batch", batch, 0, lead.numel() - 1)
-        at = (
-            tuple(unit_slice(int(i), n) for i, n in zip(np.unravel_index(batch, lead), lead, strict=True))
-            if lead
-            else ()
-        )
+        index = np.unravel_index(batch, lead) if lead else ()
+        at = tuple(unit_slice(int(i), n) for i, n in zip(index, lead, strict=True))
         view = self._with_part(select_rows(part, at))
         lse = None if origin.lse is None else origin.lse[at]
         view._origin = origin._replace(outputs=origin.outputs[at], lse=lse)
@@ -137,6 +134,11 @@ class Heads(TensorInterface):
     def origin(self) -> Origin:
         """The outputs of all heads, W_O and the gate. For tools."""
         return self._origin
+
+    @property
+    def is_self_attention(self) -> bool | None:
+        """Whether queries and keys are the same items; None if that is not known."""
+        return self._origin.is_self_attention
 
     @property
     def over(self) -> Neighbourhood:
@@ -375,10 +377,8 @@ class Heads(TensorInterface):
         if self._versions is None:
             return self._part
         now = tensor_versions(self._part.call, self._origin, self._cache)
-        changed = [
-            name for name, before, after in zip(WATCHED_TENSORS, self._versions, now, strict=True) if before != after
-        ]
-        stale = [name for name in changed if name in NEEDED_FOR_WEIGHTS or name in also]
+        versions = zip(WATCHED_TENSORS, self._versions, now, strict=True)
+        stale = [n for n, before, after in versions if before != after and (n in NEEDED_FOR_WEIGHTS or n in also)]
         if stale:
             raise ValueError(
                 f"this view is stale: {', '.join(stale)} changed in place since the attention was computed; "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from jaxtyping import Bool, Int
@@ -23,6 +23,24 @@ def count_batch_entries(heads: Heads) -> int:
 def is_on_graph(heads: Heads) -> bool:
     """Whether the weights are those of edges, (..., heads, edges)."""
     return "edges" in heads.part.axes
+
+
+def is_self_attention_of(heads: Heads, tokens: int) -> bool:
+    """Whether these tokens attend to themselves; False if that is not known."""
+    return heads.is_self_attention is True and tuple(heads.shape[-2:]) == (tokens, tokens)
+
+
+def describe_unknown_layers(heads: Mapping[str, Heads], tokens: int) -> list[str]:
+    """A note about the layers that may be self-attention of these tokens, if there are any."""
+    names = [
+        name
+        for name, view in heads.items()
+        if view.is_self_attention is None and tuple(view.shape[-2:]) == (tokens, tokens)
+    ]
+    if not names:
+        return []
+    shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    return [f"Left out: {shown}. It is not known whether their queries and keys are the same tokens."]
 
 
 def find_token_grid_of_view(heads: Heads, grid: Sequence[int] | None) -> TokenGrid:

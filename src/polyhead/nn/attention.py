@@ -230,7 +230,8 @@ class MultiHeadAttention(nn.Module):
             output = output + (query if self.r_proj is None else project_dense_or_sparse(self.r_proj, query))
         # a quantised projection has no tensor of that name
         w_o = getattr(o_proj, "weight", None)
-        return output, Heads(call, Origin(out, w_o if isinstance(w_o, Tensor) else None, gate, lse), cache)
+        is_self = key is None or key is query
+        return output, Heads(call, Origin(out, w_o if isinstance(w_o, Tensor) else None, gate, lse, is_self), cache)
 
     __prepare_scriptable__ = refuse_scripting
 

@@ -14,7 +14,7 @@ def make_view(weights, over=None):
     heads, queries, keys = weights.shape
     q, k = torch.zeros(heads, queries, 2), torch.zeros(heads, keys, 2)
     bias = weights.clamp(min=1e-9).log()
-    return Heads(Call(q, k, k, over or Dense(), Dot(), bias=bias), Origin(q))
+    return Heads(Call(q, k, k, over or Dense(), Dot(), bias=bias), Origin(q, is_self_attention=True))
 
 
 def one_key_per_query(*keys, number):

@@ -96,7 +96,7 @@ def test_one_word_for_all_shows_no_grammar_pair():
 def test_cases_of_word_pieces_in_a_long_text():
     n = 3001
     q = torch.randn(2, n, 4)
-    heads = Heads(Call(q, q, q, Causal(), Dot()), Origin(q))
+    heads = Heads(Call(q, q, q, Causal(), Dot()), Origin(q, is_self_attention=True))
     text = Tokens.of_pieces(tuple("p" * n), tuple(j // 2 for j in range(n)), tuple(f"w{j}" for j in range(1501)))
     found = find_roles_in_text(heads, text)
     cases = {c.role: c.cases for c in found.measured}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 
 import torch
@@ -33,6 +34,7 @@ def rollout(seen: Mapping[str, Heads], token: int) -> Float[Tensor, "... tokens"
         raise ValueError(
             f"seen must be self-attention of one length in all layers, got (queries, keys) {sorted(sizes)}"
         )
+    _check_self_attention(seen)
     token = check_integer("token", token, -tokens, tokens - 1)
     last = layers[-1]
     row = torch.zeros(
@@ -46,3 +48,18 @@ def rollout(seen: Mapping[str, Heads], token: int) -> Float[Tensor, "... tokens"
         row = row / total
         row = row + heads.received(row[..., None, :]).mean(-2)
     return row
+
+
+def _check_self_attention(seen: Mapping[str, Heads]) -> None:
+    cross = [name for name, heads in seen.items() if heads.is_self_attention is False]
+    if cross:
+        raise ValueError(
+            f"seen must be self-attention, got layers that attend to other tokens: {', '.join(cross[:3])}; pass a mapping without them"
+        )
+    unknown = [name for name, heads in seen.items() if heads.is_self_attention is None]
+    if unknown:
+        warnings.warn(
+            f"rollout: it is not known whether the queries and keys of {', '.join(unknown[:3])} are the same tokens; the result is "
+            "meaningful only if they are",
+            stacklevel=3,
+        )

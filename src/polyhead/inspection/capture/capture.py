@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -60,6 +61,8 @@ def capture(
         stack.enter_context(recorder)
         yield seen
     recorder.finish()
+    if seen.unrecorded:
+        warnings.warn(f"capture: {_describe_unrecorded(seen.unrecorded)}; {_RECORDED_FUNCTIONS}", stacklevel=3)
 
 
 def _check_list(name: str, items: object, fits: Callable[[Any], bool], what: str) -> None:
@@ -88,18 +91,24 @@ def _check_layer(model: nn.Module, place: int, layer: int | str) -> int | str:
 class Capture(Mapping[str, Any]):
     """The recorded heads by the names of the modules that called attention, in call order.
 
-    `seen["encoder.layer.5"]` finds the only call inside that module. The second call of a module is named `name#1`.
+    `seen["encoder.layer.5"]` finds the only call inside that module, `seen[0]` the first call, as `capture(layers=[0])` counts.
+    The second call of a module is named `name#1`.
+
+    Attributes:
+        unrecorded: how many times a module computed attention that was not recorded, by the name of the module.
     """
 
     def __init__(self) -> None:
+        self.unrecorded: dict[str, int] = {}
         self._heads: dict[str, Heads | HeadMetrics] = {}
         self._edits: OrderedDict[int, tuple[str, EditFunction, EditedTensor]] = OrderedDict()
-        # the names of all calls so far, recorded or not
+        # the names of all calls so far, recorded or not; and those of the latest forward in order
         self._called: dict[str, None] = {}
+        self._order: list[str] = []
         self._open = True
 
-    def __getitem__(self, name: str) -> Any:
-        return self._heads[self._resolve_name(name)]
+    def __getitem__(self, name: str | int) -> Any:
+        return self._heads[self._resolve_name(name if isinstance(name, str) else self._name_of_call(name))]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._heads)
@@ -108,7 +117,25 @@ class Capture(Mapping[str, Any]):
         return len(self._heads)
 
     def __repr__(self) -> str:
-        return f"Capture({', '.join(f'{name}: {tuple(heads.shape)}' for name, heads in self._heads.items())})"
+        shapes = ", ".join(f"{name}: {tuple(heads.shape)}" for name, heads in self._heads.items())
+        missed = f"; {_describe_unrecorded(self.unrecorded)}" if self.unrecorded else ""
+        return f"Capture({shapes}{missed})"
+
+    def _clear(self) -> None:
+        """Forget the latest forward."""
+        self._heads.clear()
+        self._order.clear()
+        self.unrecorded.clear()
+
+    def _name_of_call(self, number: int) -> str:
+        """The name of a call of the latest forward by its number, from 0."""
+        if not is_integer(number):
+            raise KeyError(f"name must be the name of a module or the number of a call, got {describe_type(number)}")
+        if not self._order:
+            raise KeyError(NO_ATTENTION_SEEN)
+        if not -len(self._order) <= number < len(self._order):
+            raise KeyError(f"{number} must be the number of one of {len(self._order)} attention calls, from 0")
+        return self._order[number]
 
     def _add(self, name: str, heads: Heads) -> None:
         self._heads[name] = CapturedHeads.of(heads, self, name)
@@ -155,12 +182,22 @@ class Capture(Mapping[str, Any]):
         return handle
 
 
-NO_ATTENTION_SEEN = (
-    "no attention call seen. Recorded are MultiHeadAttention, F.scaled_dot_product_attention and torch.nn.MultiheadAttention, as "
-    "the model is called inside the context: call it there; load a transformers model with attn_implementation='sdpa'; record a "
-    "compiled or scripted model before it is compiled; attention that is written out as softmax(q @ k) can be changed to "
-    "F.scaled_dot_product_attention"
+_RECORDED_FUNCTIONS = (
+    "recorded are MultiHeadAttention, attend, F.scaled_dot_product_attention and torch.nn.MultiheadAttention: load a transformers "
+    "model with attn_implementation='sdpa'; change attention that is written out as softmax(q @ k) @ v to "
+    "F.scaled_dot_product_attention, and PyG's layers to those of polyhead.interop.pyg"
 )
+NO_ATTENTION_SEEN = (
+    "no attention call seen. Call the model inside the context; record a compiled or scripted model before it is compiled; "
+    f"{_RECORDED_FUNCTIONS}"
+)
+
+
+def _describe_unrecorded(counts: Mapping[str, int]) -> str:
+    """How many attention calls were not recorded, and where."""
+    number, names = sum(counts.values()), list(counts)
+    more = f" and {len(names) - 4} more modules" if len(names) > 4 else ""
+    return f"{number} attention call{'s' * (number > 1)} not recorded, in {', '.join(names[:4])}{more}"
 
 
 class CapturedHeads(Heads):

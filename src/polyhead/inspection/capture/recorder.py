@@ -18,8 +18,10 @@ from polyhead._torch import under_transform
 from polyhead.attend import run
 from polyhead.heads import Heads, Metric, Origin
 from polyhead.inspection.capture.head_metrics import HeadMetrics
+from polyhead.inspection.capture.item_sources import ItemTracker
 from polyhead.inspection.capture.output_projection import OutputProjectionTracer
 from polyhead.inspection.capture.sdpa import call_from_bmm_operands, call_from_sdpa, sdpa_with_lse
+from polyhead.inspection.capture.unrecorded import UnrecordedAttention
 from polyhead.kernels.call import Call, repeat_grouped_heads
 from polyhead.kernels.edges_torch import sum_over_edges
 from polyhead.neighbourhood import Graph
@@ -47,15 +49,19 @@ class Recorder(TorchFunctionMode):
         self._layers, self._chosen = layers, None if heads is None else list(heads)
         self._metrics = None if metrics is None else list(metrics)
         self._modules: list[str] = []
-        self._calls = 0
+        # the outermost module around the first attention call of this forward
+        self._first_outermost: str | None = None
         self._names: set[str] = set()
+        self._items = ItemTracker()
+        self._unrecorded = UnrecordedAttention(self._items)
         # the latest call
         self._name = ""
         self._tracer = OutputProjectionTracer()
         # the call whose metrics are computed once W_O is known
         self._pending: tuple[str, Heads] | None = None
-        # inside nn.MultiheadAttention: its batch size and heads, and the first of its two products
+        # inside nn.MultiheadAttention: its batch size and heads, whether it is self-attention, and the first of its two products
         self._inside: tuple[int, int] | None = None
+        self._inside_is_self: bool | None = None
         self._product: tuple[Tensor, Tensor, Tensor | None] | None = None
 
     # which module calls
@@ -68,7 +74,7 @@ class Recorder(TorchFunctionMode):
                 raise RuntimeError(
                     "edit does not support gradient checkpointing, which recomputes this module without the edit; switch it off"
                 )
-            if not name:
+            if not self._modules and name in ("", self._first_outermost):
                 self._start_forward()
             self._modules.append(name)
 
@@ -84,18 +90,17 @@ class Recorder(TorchFunctionMode):
                 return
             self._modules.pop()
             if isinstance(module, MultiHeadAttention) and isinstance(output, tuple):
-                # the layer knows its W_O and its gate
+                # the layer knows its W_O, its gate and what it attends to
                 self._update(self._name, output[1])
 
         return leave
 
     def _start_forward(self) -> None:
-        """Forget the previous call of the model."""
-        if not self._modules:
-            self.finish()
-            self._calls = 0
-            self._names.clear()
-            self.seen._heads.clear()
+        """Forget the previous forward: the model is called, or the module whose attention was recorded first is called again."""
+        self.finish()
+        self._first_outermost = None
+        self._names.clear()
+        self.seen._clear()
 
     def close(self) -> None:
         """Stop recording and editing."""
@@ -123,11 +128,19 @@ class Recorder(TorchFunctionMode):
             return self._record_products(func, args, kwargs)
         result = func(*args, **kwargs)
         self._tracer.process_call(func, args, result)
+        if self._inside is None and self._unrecorded.process_call(func, args, kwargs, result):
+            self._count_unrecorded(self._caller())
+        self._items.process_call(func, args, kwargs, result)
         return result
+
+    def _count_unrecorded(self, module: str) -> None:
+        """Count attention that is not recorded, in the modules that were chosen by name or if none were chosen."""
+        if self._layers is None or any(isinstance(x, str) and matches_call_name(module, x) for x in self._layers):
+            self.seen.unrecorded[module] = self.seen.unrecorded.get(module, 0) + 1
 
     def _record_attend(self, call: Call, kernel: str | None = None) -> Any:
         out, lse = run(call, kernel)
-        return self._record(call, out, lse), lse
+        return self._record(call, out, lse, self._items.are_same_items(call.q, call.k)), lse
 
     def _record_sdpa(self, func: Any, args: Any, kwargs: Any) -> Any:
         # with the log-sum-exp, metrics need one pass less
@@ -137,17 +150,20 @@ class Recorder(TorchFunctionMode):
             return result
         call = call_from_sdpa(*args, **kwargs)
         out = result.reshape(*call.q.shape[:-1], result.shape[-1])
-        return self._record(call, out, lse, result)
+        query, key = (args[place] if len(args) > place else kwargs[name] for place, name in enumerate(("query", "key")))
+        is_self = self._items.are_same_items(query, key) if self._inside is None else self._inside_is_self
+        return self._record(call, out, lse, is_self, result)
 
     def _record_torch_module(self, func: Any, args: Any, kwargs: Any) -> Any:
         named = dict(zip(("query", "key", "value", "embed_dim_to_check", "num_heads"), args, strict=False)) | kwargs
         # (queries, batch, embedding) is the only layout of the functional form
         self._inside = (named["query"].shape[1] if named["query"].dim() == 3 else 1, named["num_heads"])
+        self._inside_is_self = self._items.are_same_items(named["query"], named["key"])
         try:
             with self:
                 return _copy_without_dispatch(func)(*args, **kwargs)
         finally:
-            self._inside = self._product = None
+            self._inside = self._inside_is_self = self._product = None
 
     def _record_products(self, func: Any, args: Any, kwargs: Any) -> Any:
         """The two products of nn.MultiheadAttention with need_weights: the scores, then the outputs."""
@@ -160,24 +176,28 @@ class Recorder(TorchFunctionMode):
         (q, k, mask), v = self._product, args[1]
         self._product = None
         call = call_from_bmm_operands(q, k, v, mask, *self._inside)
-        return self._record(call, result.unflatten(0, self._inside), None, result)
+        return self._record(call, result.unflatten(0, self._inside), None, self._inside_is_self, result)
 
     # what is kept
 
-    def _record(self, call: Call, out: Tensor, lse: Tensor | None, result: Tensor | None = None) -> Tensor:
+    def _record(
+        self, call: Call, out: Tensor, lse: Tensor | None, is_self: bool | None, result: Tensor | None = None
+    ) -> Tensor:
         """Record a call under its name, and return its output, edited if there are edits."""
         result = out if result is None else result
+        if is_self and call.q.shape[-2] != call.k.shape[-2]:
+            # a cache added keys, or the keys were pooled
+            is_self = None
         name = self._name = self._next_name()
         recorded = self._is_selected(name)
-        self._calls += 1
         if recorded:
             self._measure_pending()
             if self._metrics is not None:
                 # the W_O of the previous call is no longer needed
                 self._tracer.stop()
-            heads = Heads(call, Origin(out, lse=lse))
-            self._store(name, heads)
-            found = lambda weight: self._update(name, Heads(call, Origin(out, weight, None, lse)))
+            origin = Origin(out, lse=lse, is_self_attention=is_self)
+            self._store(name, Heads(call, origin))
+            found = lambda weight: self._update(name, Heads(call, origin._replace(w_o=weight)))
             self._tracer.start(result, out, found)
         changed = self._apply_edits(name, call, out)
         if changed is out:
@@ -187,22 +207,29 @@ class Recorder(TorchFunctionMode):
             self._tracer.start(result, changed, found)
         return result
 
+    def _caller(self) -> str:
+        """The name of the module that is running."""
+        return (self._modules[-1] if self._modules else "") or self._root
+
     def _next_name(self) -> str:
-        module = self._modules[-1] if self._modules else ""
-        name = own = module or self._root
+        if self._first_outermost is None and self._modules:
+            self._first_outermost = self._modules[0]
+        name = own = self._caller()
         number = 0
         while name in self._names:
             number += 1
             name = f"{own}#{number}"
         self._names.add(name)
         self.seen._called[name] = None
+        self.seen._order.append(name)
         return name
 
     def _is_selected(self, name: str) -> bool:
         if self._layers is None:
             return True
         return any(
-            self._calls == layer if isinstance(layer, int) else matches_call_name(name, layer) for layer in self._layers
+            len(self.seen._order) - 1 == layer if isinstance(layer, int) else matches_call_name(name, layer)
+            for layer in self._layers
         )
 
     def _store(self, name: str, heads: Heads) -> None:

@@ -37,6 +37,9 @@ MAX_EDGES = 200_000
 # TOP_KEYS_PER_QUERY if they would take more.
 TOP_KEYS_BYTES = 3_000_000
 
+# By whether queries and keys are the same items.
+_ATTENTION_KINDS = {True: "self-attention", False: "cross-attention", None: "unknown whether self- or cross-attention"}
+
 Array = npt.NDArray[Any]
 JsonObject = dict[str, Any]
 # (layer, head)
@@ -173,9 +176,11 @@ def _common_layer_fields(layer: PageLayer, stats: Mapping[str, Any]) -> JsonObje
     """The fields that all records have."""
     call = layer.view.part.call
     queries, keys = layer.query_and_key_counts
-    kind = "graph" if layer.is_graph else "self" if layer.rows is layer.columns and queries == keys else "cross"
+    is_self = layer.view.is_self_attention
+    shares_text = is_self is True and layer.rows is layer.columns and queries == keys
+    kind = "graph" if layer.is_graph else "self" if shares_text else "cross"
     return {
-        "number": layer.number, "name": layer.name, "kind": kind, "heads": layer.heads, "queries": queries, "keys": keys,
+        "number": layer.number, "name": layer.name, "kind": kind, "attention": _ATTENTION_KINDS[is_self], "heads": layer.heads, "queries": queries, "keys": keys,
         "over": repr(call.over.over if hasattr(call.over, "over") else call.over),
         "score": type(call.score).__name__, "scale": layer.score_scale if isinstance(call.score, Dot) else None,
         "plain": layer.is_plain_dot_product, "has_w_o": layer.view.origin.w_o is not None, "stats": stats, "arrays": {}, "exact": {},

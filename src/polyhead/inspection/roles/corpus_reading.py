@@ -17,7 +17,7 @@ from polyhead.inspection.roles.role_scores import PairCounts, ScoreSums, score_p
 from polyhead.inspection.roles.role_table import Role
 from polyhead.inspection.roles.text_model import TextModel
 from polyhead.inspection.roles.word_attention import compute_word_attention
-from polyhead.inspection.view_properties import allowed_keys_mask
+from polyhead.inspection.view_properties import allowed_keys_mask, describe_unknown_layers, is_self_attention_of
 from polyhead.models import Tokens
 
 # (layer, head) of every head that is measured
@@ -68,6 +68,7 @@ class CorpusReading:
         seen = self.model.record_heads(torch.stack([tokens.ids for tokens in texts]))
         if self.pairs is None or not self.heads:
             self.heads = list_self_attention_heads(seen, length)
+            self.notes += describe_unknown_layers(seen, length)
             relations = [role.relation for role in self.roles if role.relation is not None]
             self.pairs = PairCounts(len(self.heads), relations)
         cases = [self.pairs.collect_cases(sentence, _mask_of_words_with_tokens(tokens)) for sentence, tokens in batch]
@@ -144,7 +145,7 @@ def list_self_attention_heads(seen: Capture, tokens: int) -> HeadList:
     return [
         (layer, head)
         for layer, heads in enumerate(seen.values())
-        if tuple(heads.shape[-2:]) == (tokens, tokens)
+        if is_self_attention_of(heads, tokens)
         for head in range(heads.shape[-3])
     ]
 
@@ -161,7 +162,7 @@ def iterate_weight_blocks(seen: Capture, tokens: int) -> Iterator[WeightBlock]:
     """The weights of all heads, of as many layers at a time as fit a block."""
     groups: list[tuple[Tensor, list[Heads]]] = []
     for heads in seen.values():
-        if tuple(heads.shape[-2:]) == (tokens, tokens):
+        if is_self_attention_of(heads, tokens):
             mask = allowed_keys_mask(heads, torch.arange(tokens, device=heads.device))
             together = groups[-1][1] if groups and torch.equal(mask, groups[-1][0]) else []
             if together and sum(h.shape.numel() for h in (*together, heads)) <= _MAX_BLOCK_WEIGHTS:

@@ -11,6 +11,7 @@ from polyhead.heads import Heads
 from polyhead.inspection.measured_heads import MeasuredHeads
 from polyhead.inspection.roles.role_cards import Card, FoundRoles
 from polyhead.inspection.roles.word_attention import compute_word_attention
+from polyhead.inspection.view_properties import is_self_attention_of
 from polyhead.models import Tokens
 
 
@@ -36,7 +37,7 @@ def count_special_token_heads(seen: Mapping[str, Heads], text: Tokens) -> Specia
     words = ~torch.tensor(text.special)
     counts = [0, 0, 0]
     for layer in MeasuredHeads.wrap(seen).layers.values():
-        if layer.heads.shape[-2:] != (len(text.pieces),) * 2:
+        if not is_self_attention_of(layer.heads, len(text.pieces)):
             continue
         metrics = layer.metrics(text.special)
         weight, share = metrics.numbers["weight special"], metrics.contribution_share("special")

@@ -22,7 +22,12 @@ from polyhead.inspection.roles.role_scores import (
 )
 from polyhead.inspection.roles.role_table import ROLES
 from polyhead.inspection.roles.word_attention import compute_word_attention
-from polyhead.inspection.view_properties import allowed_keys_mask, count_batch_entries, is_on_graph
+from polyhead.inspection.view_properties import (
+    allowed_keys_mask,
+    count_batch_entries,
+    is_on_graph,
+    is_self_attention_of,
+)
 from polyhead.models import Tokens
 
 # Words of a long text that are measured, evenly spaced; and numbers in one block of weights.
@@ -163,8 +168,8 @@ def _collect_evidence(
     for number, layer in enumerate(measured.layers.values()):
         view = layer.heads
         tokens = view.shape[-1]
-        is_self = not is_on_graph(view) and view.shape[-2] == tokens == view.part.call.sizes.queries
-        if is_self and (text is None or len(text) == tokens):
+        is_whole = not is_on_graph(view) and tokens == view.part.call.sizes.queries
+        if is_whole and is_self_attention_of(view, tokens) and (text is None or len(text) == tokens):
             rows = count_batch_entries(view)
             check_integer("batch", batch, 0, rows - 1, hint=f"there are {rows} rows")
             tokens_read = Tokens.of_pieces([str(i) for i in range(tokens)]) if text is None else text

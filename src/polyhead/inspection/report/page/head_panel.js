@@ -5,7 +5,7 @@ function drawHeadPanel() {
   if (state.cell && selectedLayer().display === "matrix") { drawWeightExplanation(box); return; }
   const layer = selectedLayer(), head = state.head, cards = cardsOfHead(layer, head);
   const parts = [htmlElement("div", { class: "head" }, htmlElement("h2", {}, htmlElement("span", { class: "name" }, selectedHeadName()), ` head ${layer.heads[head]} of layer ${layer.number}`))];
-  parts.push(htmlElement("p", { class: "hint where" }, [layer.name, layer.over === "Dense()" || layer.kind === "graph" ? null : layer.over, layer.score === "Dot" ? null : `${layer.score} score`].filter(Boolean).join(" · ")));
+  parts.push(htmlElement("p", { class: "hint where" }, [layer.name, layer.kind === "graph" ? null : layer.attention, layer.over === "Dense()" || layer.kind === "graph" ? null : layer.over, layer.score === "Dot" ? null : `${layer.score} score`].filter(Boolean).join(" · ")));
   if (cards.length) parts.push(...cards.map(buildRoleCard));
   else if (record.cards.length || !layer.image) parts.push(htmlElement("p", { class: "norole" }, htmlElement("b", {}, "No role: "), record.cards.length ? "nothing stands out in this head." : "roles were not measured."));
   if (layer.kind === "graph") parts.push(...buildEdgeLists(layer, head));
