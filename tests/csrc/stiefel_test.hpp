@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "dispatch.hpp"
+#include "instruction_sets.hpp"
 
 namespace stiefel_test {
 

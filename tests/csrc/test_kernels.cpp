@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "dispatch.hpp"
+#include "instruction_sets.hpp"
 #include "edges/sort.hpp"
 #include "grid_test.hpp"
 #include "naive.hpp"

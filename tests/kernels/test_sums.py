@@ -34,8 +34,8 @@ from polyhead._torch import native
 from polyhead.interop.pyg.edge_index import self_loop_features
 from polyhead.kernels import Call
 from polyhead.metrics import blockwise
-from polyhead.metrics.parts import DensePart
-from polyhead.nn.unpad import Unpadding
+from polyhead.metrics.attention_parts import DensePart
+from polyhead.nn.skip_padded_rows import Unpadding
 
 HUB = 5000
 HEADS, DIM = 2, 4

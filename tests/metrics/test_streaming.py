@@ -8,8 +8,8 @@ from polyhead import ALiBi, Causal, Dot, GATv2, Padding, Segments, Window
 from polyhead._torch import native
 from polyhead.metrics import blockwise, streaming
 from polyhead.metrics import compute as metrics_compute
+from polyhead.metrics.attention_parts import DensePart
 from polyhead.metrics.compute import MetricRequest, compute_metrics
-from polyhead.metrics.parts import DensePart
 from polyhead.prepare import AttentionOptions, check_and_make_call
 
 pytestmark = pytest.mark.skipif(native is None, reason="there are no C++ kernels: the streamed pass is NOT tested")

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from polyhead._checks import check_integer, check_integers, is_integer, short_repr
 from polyhead.metrics import blockwise
-from polyhead.metrics.parts import DensePart, Part
+from polyhead.metrics.attention_parts import DensePart, Part
 from polyhead.neighbourhood import Lattice
 from polyhead.neighbourhood.lattice import format_sizes, unravel_index
 from polyhead.plots import QueryMarker, plot_around_query, plot_over_image

@@ -10,7 +10,7 @@ from torch.utils import _pytree as pytree
 from polyhead.heads.origin import Origin
 from polyhead.heads.view import Heads
 from polyhead.kernels import Call
-from polyhead.metrics.parts import part_of
+from polyhead.metrics.attention_parts import part_of
 from polyhead.score import Dot
 
 

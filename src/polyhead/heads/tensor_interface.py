@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from polyhead.heads.indexing import unit_slice
-from polyhead.metrics.parts import Part, select_rows
+from polyhead.metrics.attention_parts import Part, select_rows
 
 if TYPE_CHECKING:
     import numpy as np

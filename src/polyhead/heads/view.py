@@ -20,8 +20,8 @@ from polyhead.heads.origin import NEEDED_FOR_WEIGHTS, WATCHED_TENSORS, Origin, t
 from polyhead.heads.tensor_interface import TensorInterface
 from polyhead.kernels import Call
 from polyhead.metrics import blockwise
+from polyhead.metrics.attention_parts import Part, part_of, select_rows
 from polyhead.metrics.compute import KeysToSum, MetricRequest, compute_metrics, mass_request
-from polyhead.metrics.parts import Part, part_of, select_rows
 from polyhead.neighbourhood import Neighbourhood, broadcasts_to
 from polyhead.plots import heat_maps_html, plot_heat_maps
 

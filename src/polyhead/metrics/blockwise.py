@@ -18,7 +18,7 @@ from polyhead._torch import is_tracing_or_dataless, to_at_least_fp32, under_tran
 from polyhead.kernels.call import Call
 from polyhead.kernels.reference import masked_scores
 from polyhead.kernels.tiles import Bounds
-from polyhead.metrics.parts import DensePart, part_of
+from polyhead.metrics.attention_parts import DensePart, part_of
 from polyhead.neighbourhood import Dense
 from polyhead.neighbourhood.lattice import ravel_index
 

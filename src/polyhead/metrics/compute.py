@@ -12,7 +12,7 @@ from torch import Tensor
 from polyhead._checks import LARGEST_INT32, WrongType, check_integer, is_integer, short_repr
 from polyhead.kernels.reference import select_unless_broadcast
 from polyhead.metrics import blockwise, edges, streaming
-from polyhead.metrics.parts import DensePart, EdgePart, Part
+from polyhead.metrics.attention_parts import DensePart, EdgePart, Part
 from polyhead.metrics.streaming import MAX_KEY_SUMS, PassRequest, PassResult
 
 _METRIC_MODULES = {DensePart: blockwise, EdgePart: edges}

@@ -9,8 +9,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from polyhead.metrics.attention_parts import EdgePart
 from polyhead.metrics.blockwise import clamp_to_tiny
-from polyhead.metrics.parts import EdgePart
 
 
 def _sum_by_query(part: EdgePart, x: Float[Tensor, "... heads edges"]) -> Float[Tensor, "... heads queries"]:

@@ -15,7 +15,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from polyhead._checks import describe_type
-from polyhead._renamed import MODEL_KEYS, accept_old_state_dict_keys
+from polyhead._old_checkpoints import MODEL_KEYS, accept_old_state_dict_keys
 from polyhead.models import checkpoint_files, checkpoint_reading
 from polyhead.models.checkpoint_model import CheckpointModel, NamedTensors
 from polyhead.models.tokenizer import check_sequence_length

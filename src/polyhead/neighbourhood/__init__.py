@@ -7,7 +7,7 @@ computes nothing derive from it. Positions are counted along the keys: the last 
 
 import torch
 
-from polyhead._renamed import accept_old_pickled_classes
+from polyhead._old_checkpoints import accept_old_pickled_classes
 from polyhead.neighbourhood.base import Both, Dense, Mask, Neighbourhood, Rows, as_neighbourhood, intersection_parts
 from polyhead.neighbourhood.csr import CSR
 from polyhead.neighbourhood.graph import Graph

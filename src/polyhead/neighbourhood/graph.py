@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from polyhead._checks import LARGEST_INT32, WrongType, as_tensor, check_integer, short_repr
-from polyhead._renamed import GRAPH_FIELDS
+from polyhead._old_checkpoints import GRAPH_FIELDS
 from polyhead._torch import is_tracing_or_dataless, to_at_least_fp32
 from polyhead.neighbourhood.base import Neighbourhood, as_neighbourhood, intersection_parts
 from polyhead.neighbourhood.csr import CSR, build_csr, check_csr_dtypes_and_shapes, check_csr_values

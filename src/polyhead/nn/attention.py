@@ -35,7 +35,7 @@ from polyhead.nn.projection import (
     project_queries,
 )
 from polyhead.nn.projection_inputs import find_unpadding, project_dense_or_sparse
-from polyhead.nn.unpad import Unpadding
+from polyhead.nn.skip_padded_rows import Unpadding
 from polyhead.position import Position
 from polyhead.prepare import AttentionOptions, find_lattice, lattice_coordinates, make_call
 from polyhead.score import Score

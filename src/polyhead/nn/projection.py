@@ -14,7 +14,7 @@ from polyhead.linalg.skinny_gemm import apply_linear
 from polyhead.nn.cache import KeyValues
 from polyhead.nn.checks import check_dtype_and_device
 from polyhead.nn.projection_inputs import drop_inputs_per_head, dropout_16bit, project_dense_or_sparse
-from polyhead.nn.unpad import Unpadding
+from polyhead.nn.skip_padded_rows import Unpadding
 
 if TYPE_CHECKING:
     from polyhead.nn.attention import MultiHeadAttention

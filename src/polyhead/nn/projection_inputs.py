@@ -16,7 +16,7 @@ from polyhead.linalg.skinny_gemm import apply_linear
 from polyhead.neighbourhood import Neighbourhood
 from polyhead.neighbourhood.csr import build_indptr
 from polyhead.neighbourhood.graph import check_sparse_indices
-from polyhead.nn.unpad import Unpadding
+from polyhead.nn.skip_padded_rows import Unpadding
 
 # Unpadding copies rows: it pays where the share of padded rows times the number of features is at least this, and the input
 # has at least this many numbers.

@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from polyhead._checks import WrongType, check_integer, check_numel, describe_type
-from polyhead._renamed import TRANSFORMER_LAYER_KEYS, accept_old_state_dict_keys
+from polyhead._old_checkpoints import TRANSFORMER_LAYER_KEYS, accept_old_state_dict_keys
 from polyhead._torch import is_fx_proxy, record_fx_call, refuse_scripting
 from polyhead.linalg.skinny_gemm import apply_linear
 from polyhead.neighbourhood import Neighbourhood, as_neighbourhood

@@ -1,8 +1,8 @@
 // Compiled once per instruction set, named by POLYHEAD_SET.
 #include "linalg/finite.hpp"
 #include "edges/forward.hpp"
-#include "edges/gather.hpp"
-#include "edges/gradients.hpp"
+#include "edges/gather_sum.hpp"
+#include "edges/backward_pass.hpp"
 #include "grid/backward.hpp"
 #include "score_stats.hpp"
 #include "short.hpp"

@@ -6,7 +6,7 @@
 #include <new>
 #include <stdexcept>
 
-#include "dispatch.hpp"
+#include "instruction_sets.hpp"
 #include "edges/sort.hpp"
 
 namespace nb = nanobind;

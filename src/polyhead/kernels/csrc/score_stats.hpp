@@ -4,7 +4,7 @@
 #pragma once
 
 #include "simd/math.hpp"
-#include "problem.hpp"
+#include "kernel_arguments.hpp"
 
 namespace polyhead {
 namespace {

@@ -1,7 +1,7 @@
 // The second half of the backward pass, by destination: dq from the results of the first half.
 #pragma once
 
-#include "edges/backward.hpp"
+#include "edges/backward_state.hpp"
 
 namespace polyhead {
 namespace {

@@ -1,7 +1,7 @@
 // The first half of the backward pass, by source: dk, dv, and ds for the second half.
 #pragma once
 
-#include "edges/backward.hpp"
+#include "edges/backward_state.hpp"
 
 namespace polyhead {
 namespace {

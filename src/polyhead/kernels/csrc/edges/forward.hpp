@@ -2,7 +2,7 @@
 // with the running maximum and sum of an online softmax between blocks.
 #pragma once
 
-#include "edges/entry.hpp"
+#include "edges/batch_entry.hpp"
 
 namespace polyhead {
 namespace {

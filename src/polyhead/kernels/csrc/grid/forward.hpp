@@ -1,7 +1,7 @@
 // Attention over the windows of a grid: only pairs inside a window are computed, a vector of queries at a time.
 #pragma once
 
-#include "grid/rows.hpp"
+#include "grid/partition.hpp"
 #include "simd/hash.hpp"
 #include "simd/math.hpp"
 #include "simd/scratch.hpp"

@@ -3,7 +3,7 @@
 
 #include <algorithm>
 
-#include "problem.hpp"
+#include "kernel_arguments.hpp"
 #include "simd/vector.hpp"
 
 namespace polyhead {

@@ -8,8 +8,8 @@
 #include <cmath>
 #include <limits>
 
-#include "linalg/dense.hpp"
-#include "problem.hpp"
+#include "linalg/narrow_matrices.hpp"
+#include "kernel_arguments.hpp"
 #include "simd/scratch.hpp"
 #include "simd/threads.hpp"
 

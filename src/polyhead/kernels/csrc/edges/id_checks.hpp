@@ -1,8 +1,8 @@
 // Ids of nodes and edges, in memory that others can write to: each is checked before it is used.
 #pragma once
 
-#include "edges/parts.hpp"
-#include "problem.hpp"
+#include "edges/edge_partition.hpp"
+#include "kernel_arguments.hpp"
 
 namespace polyhead {
 namespace {

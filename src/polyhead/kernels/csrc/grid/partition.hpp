@@ -4,7 +4,7 @@
 // rows that the window reaches, each transposed once. How a grid is cut does not depend on the number of threads.
 #pragma once
 
-#include "grid/lanes.hpp"
+#include "grid/window_products.hpp"
 
 namespace polyhead {
 namespace {

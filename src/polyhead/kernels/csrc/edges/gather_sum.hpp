@@ -2,7 +2,7 @@
 // arithmetic.
 #pragma once
 
-#include "edges/entry.hpp"
+#include "edges/batch_entry.hpp"
 
 namespace polyhead {
 namespace {

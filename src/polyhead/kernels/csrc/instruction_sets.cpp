@@ -1,4 +1,4 @@
-#include "dispatch.hpp"
+#include "instruction_sets.hpp"
 
 #include <atomic>
 

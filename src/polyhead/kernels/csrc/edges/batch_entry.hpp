@@ -1,11 +1,11 @@
 // The typed arguments of one batch entry, shared by both directions.
 #pragma once
 
-#include "edges/ids.hpp"
-#include "edges/loops.hpp"
-#include "edges/parts.hpp"
+#include "edges/id_checks.hpp"
+#include "edges/score_and_sum_loops.hpp"
+#include "edges/edge_partition.hpp"
 #include "edges/quads.hpp"
-#include "problem.hpp"
+#include "kernel_arguments.hpp"
 #include "simd/hash.hpp"
 #include "simd/threads.hpp"
 

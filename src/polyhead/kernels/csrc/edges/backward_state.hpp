@@ -6,7 +6,7 @@
 // without a term per edge.
 #pragma once
 
-#include "edges/entry.hpp"
+#include "edges/batch_entry.hpp"
 
 namespace polyhead {
 namespace {

@@ -4,7 +4,7 @@
 // vector of queries are then one load, and no sum goes over lanes.
 #pragma once
 
-#include "problem.hpp"
+#include "kernel_arguments.hpp"
 #include "simd/transpose.hpp"
 
 namespace polyhead {

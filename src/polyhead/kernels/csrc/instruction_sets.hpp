@@ -4,7 +4,7 @@
 #include <string>
 #include <vector>
 
-#include "problem.hpp"
+#include "kernel_arguments.hpp"
 
 namespace polyhead {
 
