@@ -241,7 +241,7 @@ def _edges_forward(*args: Any) -> tuple[Tensor, Tensor]:
     inputs = _OperatorInputs(*args)
     problem, q = _PaddedTensors(inputs), inputs.q
     out, lse = q.new_empty(*q.shape[:3], problem.dim), q.new_empty(q.shape[:3])
-    in_range = native.forward(**problem.options, **problem.pointers(), out=out.data_ptr(), lse=lse.data_ptr())
+    in_range = native.edges_forward(**problem.options, **problem.pointers(), out=out.data_ptr(), lse=lse.data_ptr())
     problem.check_ids(in_range)
     width = inputs.value_width
     return (out if width == problem.dim else out[..., :width].contiguous()), lse
@@ -270,7 +270,7 @@ def _edges_backward(d_out: Tensor, d_lse: Tensor | None, out: Tensor, lse: Tenso
     )
     out, lse, d_out = problem.pad(out), lse.contiguous(), problem.pad(d_out)
     d_lse = None if d_lse is None else d_lse.contiguous()
-    in_range = native.backward(
+    in_range = native.edges_backward(
         **problem.options, **problem.pointers(), out_indptr=csr.out_indptr.data_ptr(), out_slot=csr.out_slot.data_ptr(),
         out_indices=csr.out_indices.data_ptr(), out=out.data_ptr(), lse=lse.data_ptr(), d_out=d_out.data_ptr(),
         d_lse=_pointer_or_null(d_lse), dq=dq.data_ptr(), dk=dk.data_ptr(), dv=_pointer_or_null(dv), da=_pointer_or_null(da),
