@@ -113,7 +113,7 @@ def _inspect_text(arguments: argparse.Namespace, stderr: Console, console: Conso
     subject = Subject.of(model, tokenizer)
     notes = []
     if subject.positions is not None and len(tokens) > subject.positions:
-        truncated = tokens.shortened(subject.positions)
+        truncated = tokens.truncate(subject.positions)
         notes.append(f"The text was truncated to {len(truncated):,} of {len(tokens):,} tokens, the maximum of {name}.")
         tokens = truncated
     with stderr.status("Running the model …"), torch.no_grad(), capture(model) as seen:

@@ -29,7 +29,7 @@ def load_text_model(name: str | None = None) -> tuple[nn.Module, Tokenizer]:
         ImportError: if a library is missing, with the command that installs it.
     """
     if name is None:
-        return models.default()
+        return models.load_default()
     found = resolve_folder_or_id(name)
     if isinstance(found, Path) and _read_model_type(found) in (None, *CLASS_BY_MODEL_TYPE):
         return models.load(found)

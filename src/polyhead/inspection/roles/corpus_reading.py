@@ -36,7 +36,7 @@ class CorpusReading:
         self.places: dict[str, ScoreSums] = {}
         self.pairs: PairCounts | None = None
         self.notes: list[str] = []
-        tokenized = [(sentence, subject.of_words(sentence.words)) for sentence in corpus]
+        tokenized = [(sentence, subject.encode_words(sentence.words)) for sentence in corpus]
         limit = subject.positions
         short = [entry for entry in tokenized if limit is None or len(entry[1].pieces) <= limit]
         if len(short) < len(tokenized):

@@ -41,7 +41,7 @@ def find(
     """Let a model read annotated sentences, and find the roles of its heads.
 
     Args:
-        subject: the model and its tokenizer: `Subject.of(*models.default())`.
+        subject: the model and its tokenizer: `Subject.of(*models.load_default())`.
         sentences: measure positions, spread and grammar on these, `corpus.treebank(path)`; by default on those shipped.
         pairs: sentences with your own pairs, `corpus.own_pairs(path)`: each name is a role.
         gap: pronouns and two names, `corpus.gap(path)`.

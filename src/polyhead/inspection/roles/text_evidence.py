@@ -164,7 +164,7 @@ def _collect_evidence(
         if is_self and (text is None or len(text) == tokens):
             rows = count_batch_rows(view)
             check_integer("batch", batch, 0, rows - 1, hint=f"there are {rows} rows")
-            read = Tokens.of_pieces([str(i) for i in range(tokens)]) if text is None else text
+            read = Tokens.from_pieces([str(i) for i in range(tokens)]) if text is None else text
             found.append(_LayerReader(layer, read, batch, sentence).read(number))
     if text is not None and measured and not found:
         shapes = ", ".join(str(tuple(view.shape)) for view in list(measured.values())[:3])
@@ -204,7 +204,7 @@ class _LayerReader:
         mask = allowed_keys_mask(view, torch.tensor(at, device=view.device), self._batch)
         for name, count in score_positional_roles(weights, torch.tensor(at), mask, self._special).items():
             self._places[name] = self._places[name] + count if name in self._places else count
-        rows = Tokens.of_pieces(
+        rows = Tokens.from_pieces(
             [text.pieces[i] for i in at], _renumber_words(text, at), [text.words[word] for word in words]
         )
         between = word_attention(weights, rows, text)
