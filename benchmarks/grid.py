@@ -68,7 +68,7 @@ def _relative(train: bool, window: int = 7) -> Sides:
     q, k, v = made = _tensors(train)
     over, position = Grid(SIDE, SIDE, window=window), RelativeBias(HEADS, window=(window, window))
     mask = over.mask(Sizes((1,), HEADS, SIDE**2, SIDE**2), q.device)
-    apart = over.lattice.keys(q.device) - over.lattice.queries(q.device)[:, None]
+    apart = over.lattice.key_coordinates(q.device) - over.lattice.query_coordinates(q.device)[:, None]
     place = ((apart.clamp(-(window // 2), window // 2) + window // 2) * torch.tensor([window, 1])).sum(-1)
     leaves = _leaves(made) if train else {}
 

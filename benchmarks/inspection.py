@@ -19,7 +19,7 @@ from torch import Tensor
 
 from benchmarks.case import Case, Sides, inference
 from polyhead import capture
-from polyhead.attend import run
+from polyhead.attend import run_call
 from polyhead.heads import Heads, Origin
 from polyhead.inspection import METRICS
 from polyhead.inspection.capture.head_metrics import HeadMetrics
@@ -84,7 +84,7 @@ def _by_metric(by_head: Sequence[Sequence[Any]]) -> Tensor:
 
 def _metrics(shape: Shape, given: bool) -> Sides:
     call = _call(shape)
-    lse = run(call)[1] if given else None
+    lse = run_call(call)[1] if given else None
     heads = Heads(call, Origin(call.v, lse=lse))
     scale, moved = shape[2] ** -0.5, call.v[0].norm(dim=-1)
 

@@ -35,7 +35,7 @@ class Texts:
     """Sentences in one padded batch, embedded by a model."""
 
     def __init__(self, model: Any, tokenizer: Any, number: int) -> None:
-        tokens = [tokenizer.of_words(sentence.words).ids for sentence in corpus.load_shipped_sentences()[:number]]
+        tokens = [tokenizer.encode_words(sentence.words).ids for sentence in corpus.load_shipped_sentences()[:number]]
         self.model = model
         self.lengths = torch.tensor([len(ids) for ids in tokens])
         self.ids = torch.nn.utils.rnn.pad_sequence(tokens, batch_first=True)
@@ -54,7 +54,7 @@ def apart(vectors: Tensor) -> float:
 
 
 def measure(number: int, orders: int) -> dict[str, Any]:
-    model, tokenizer = models.default()
+    model, tokenizer = models.load_default()
     texts = Texts(model, tokenizer, number)
     loss = ablation.embedding_change_loss(texts)
     alone = ablation.ablate(model, loss, progress=lambda heads: track(heads, "one head at a time …", transient=True))
@@ -98,7 +98,7 @@ def diversity(model: Any, tokenizer: Any) -> dict[str, float]:
     with torch.no_grad(), capture(model) as seen:
         every = []
         for sentence in corpus.load_shipped_sentences()[:60]:
-            model(tokenizer.of_words(sentence.words).ids)
+            model(tokenizer.encode_words(sentence.words).ids)
             every.append(torch.stack([heads.diversity() for heads in seen.values()]))
     mean = torch.stack(every).mean(0)
     row, column = torch.triu_indices(mean.shape[-1], mean.shape[-1], 1)

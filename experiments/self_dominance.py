@@ -77,11 +77,11 @@ def entering(model: Any, ids: Tensor) -> list[Tensor]:
 
 def in_a_model(number: int) -> list[dict[str, Any]]:
     """For each layer: the share of words that peak on themselves, plain, with equal norms and per head, and their weight on themselves."""
-    model, tokenizer = models.default()
+    model, tokenizer = models.load_default()
     layers: list[Any] = [layer.self_attn for layer in model.layers]
     batches = defaultdict(list)
     for sentence in corpus.load_shipped_sentences()[:number]:
-        ids = tokenizer.of_words(sentence.words).ids
+        ids = tokenizer.encode_words(sentence.words).ids
         batches[len(ids)].append(ids)
     # for each kind and layer: one number per word, over all sentences
     kept: dict[str, list[list[Tensor]]] = {

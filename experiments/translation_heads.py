@@ -325,7 +325,7 @@ def print_sentence(one: Sentence) -> None:
     # the end counts as a word: it may have the largest weight
     end = len(one.source.words)
     words = (*one.source.words, "(end)")
-    columns = Tokens.of_pieces(
+    columns = Tokens.from_pieces(
         one.source.pieces, tuple(end if word is None else word for word in one.source.word_of), words
     )
     strongest = lambda weights: compute_word_attention(weights, one.target, columns).argmax(-1).tolist()

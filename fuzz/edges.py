@@ -195,9 +195,9 @@ def build_graph(
     def graph(inputs: Inputs) -> Graph:
         found = given(pairs, size, made, inputs)
         for change in changes:
-            found = {"reverse": Graph.reverse, "loops": Graph.with_self_loops, "normalised": Graph.normalised}[change](
-                found
-            )
+            found = {"reverse": Graph.reverse, "loops": Graph.with_self_loops, "normalised": Graph.gcn_normalise}[
+                change
+            ](found)
         for place, over in enumerate(joins):
             # `&` takes a graph on either side
             joined = found & over if place % 2 == 0 else over & found

@@ -17,7 +17,7 @@ from torch import Tensor
 from fuzz.case import Mismatch
 from fuzz.compare import error_ratio
 from fuzz.neighbourhoods import Part
-from polyhead.attend import run
+from polyhead.attend import run_call
 from polyhead.heads import Heads, Origin
 from polyhead.kernels import Call
 from polyhead.prepare import AttentionOptions, check_and_make_call
@@ -60,7 +60,7 @@ def prepared(arguments: dict[str, Any]) -> Call:
 def view(arguments: dict[str, Any]) -> Heads:
     """A view of the heads of a call, as a layer returns it."""
     call = prepared(arguments)
-    out, lse = run(call)
+    out, lse = run_call(call)
     return Heads(call, Origin(out, None, None, lse))
 
 

@@ -4,7 +4,15 @@ import numpy as np
 import pytest
 import torch
 
-from polyhead._checks import LARGEST_INT32, WrongType, check_integer, check_number, check_tensor, is_integer, short_repr
+from polyhead._checks import (
+    LARGEST_INT32,
+    WrongType,
+    check_dense_tensor,
+    check_integer,
+    check_number,
+    is_integer,
+    short_repr,
+)
 
 
 @pytest.mark.parametrize("value", [3, np.int8(3), np.uint64(3), np.array(3), torch.tensor(3), torch.tensor([3])])
@@ -47,7 +55,7 @@ def test_numbers_and_interval_ends():
 
 def test_only_dense_tensors_are_accepted():
     x = torch.ones(2, 3)
-    assert check_tensor("x", x, "(items, 3)") is x
+    assert check_dense_tensor("x", x, "(items, 3)") is x
     for value, words in (
         (None, "got None"),
         ([[1.0]], "got list"),
@@ -55,9 +63,9 @@ def test_only_dense_tensors_are_accepted():
         (np.ones((2, 3)), r"got ndarray of float64 and shape \(2, 3\); try 1"),
     ):
         with pytest.raises(TypeError, match=rf"^x must be a tensor \(items, 3\), {words}"):
-            check_tensor("x", value, "(items, 3)", hint="try 1")
+            check_dense_tensor("x", value, "(items, 3)", hint="try 1")
     with pytest.raises(ValueError, match=r"^x must be a dense tensor \(items, 3\), got layout torch.sparse_coo"):
-        check_tensor("x", x.to_sparse(), "(items, 3)")
+        check_dense_tensor("x", x.to_sparse(), "(items, 3)")
 
 
 def test_values_in_messages_are_short():

@@ -149,12 +149,12 @@ def test_views_accept_numpy_integers():
     with capture(mha, layers=[np.int64(0)], heads=[np.int64(1)]) as seen:
         mha(torch.randn(4, 9, 12))
     heads = seen["MultiHeadAttention"]
-    assert heads.row(three).shape == (1, 1, 9, 9)
+    assert heads.select_batch_entry(three).shape == (1, 1, 9, 9)
     assert heads.top(three)[0].shape == (4, 1, 9, 3)
     assert heads.heatmap(three).shape == (4, 1, 3, 3)
     assert heads.select(queries=three).shape == (4, 1, 1, 9)
     assert heads.agreement(three).shape == (4, 1)
-    assert heads.around(np.int64(1), grid=(three, three)).shape == (4, 1, 3, 3)
+    assert heads.average_by_offset(np.int64(1), grid=(three, three)).shape == (4, 1, 3, 3)
     torch.testing.assert_close(heads.mass(np.int64(-1)), heads.mass("previous"))
     torch.testing.assert_close(rollout(seen, three), rollout(seen, 3))
 

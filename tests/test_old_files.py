@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from polyhead import Dot, Graph, MultiHeadAttention, Rotary, optim
+from polyhead import Dot, Graph, MultiHeadAttention, Padding, Rotary, optim
 from polyhead.models import Bert, Gpt, Llama, bert, gpt, llama
+from polyhead.neighbourhood import BatchRows
 from polyhead.nn import FeedForward, Transformer, TransformerLayer
 
 FILES = Path(__file__).parent / "data" / "0.6.1"
@@ -86,3 +87,10 @@ def test_a_graph() -> None:
 def test_other_neighbourhoods() -> None:
     kinds = [type(over).__name__ for over in read("neighbourhoods")]
     assert kinds == ["Both", "Padding", "Grid", "Segments", "Offsets"]
+
+
+def test_a_neighbourhood_in_some_rows_of_a_batch() -> None:
+    rows = BatchRows(Padding([2, 6, 3]), (3,), (slice(0, 2),))
+    # 0.6.1 called the class Rows
+    held = pickle.loads(pickle.dumps(rows, protocol=0).replace(b"BatchRows", b"Rows"))
+    assert type(held) is BatchRows and held.batch == (3,)

@@ -53,7 +53,7 @@ def check_integer(name: str, value: Any, minimum: int = 1, maximum: int = LARGES
 def check_integers(
     name: str, values: Any, minimum: int = 1, maximum: int = LARGEST_INT32, *, hint: str = ""
 ) -> list[int]:
-    """A list of integers in a range, from any iterable: a list, a range, a tensor with one axis."""
+    """Return a list of integers, and raise unless all are in a range; from any iterable: a list, a range, a tensor with one axis."""
     if isinstance(values, (str, bytes)) or not isinstance(values, Iterable) or getattr(values, "shape", (0,)) == ():
         raise WrongType(
             f"{name} must be a list of integers in [{minimum}, {maximum}], got {short_repr(values)}{_hint_suffix(hint)}"
@@ -80,7 +80,7 @@ def _integer_or_none(value: Any) -> int | None:
 def check_number(
     name: str, value: Any, minimum: float, maximum: float = math.inf, ends: str = "[]", *, hint: str = ""
 ) -> float:
-    """A number in an interval; `ends` says which ends are open: `"[)"` for dropout, in [0, 1).
+    """Return a number, and raise unless it is in an interval; `ends` says which ends are open: `"[)"` for dropout, in [0, 1).
 
     NaN is always rejected, and infinity unless the interval is closed there.
     """
@@ -108,31 +108,34 @@ def _float_or_none(value: Any) -> float | None:
     return float(value) if isinstance(value, numbers.Real) else None
 
 
-def check_tensor(name: str, value: object, axes: str, *, hint: str = "") -> Tensor:
-    """A tensor that is neither sparse nor nested. `axes` describes its shape in the message, such as `"(..., items, 64)"`."""
+def check_dense_tensor(name: str, value: object, described_as: str, *, hint: str = "") -> Tensor:
+    """Raise unless `value` is a tensor that is neither sparse nor nested, and return it.
+
+    The shape is not checked: `described_as`, such as `"(..., items, 64)"`, is only quoted in the message.
+    """
     if not isinstance(value, Tensor):
-        raise WrongType(f"{name} must be a tensor {axes}, got {describe_type(value)}{_hint_suffix(hint)}")
+        raise WrongType(f"{name} must be a tensor {described_as}, got {describe_type(value)}{_hint_suffix(hint)}")
     if value.layout != torch.strided or value.is_nested:
         layout = "a nested tensor" if value.is_nested else f"layout {value.layout}"
-        raise ValueError(f"{name} must be a dense tensor {axes}, got {layout}{_hint_suffix(hint)}")
+        raise ValueError(f"{name} must be a dense tensor {described_as}, got {layout}{_hint_suffix(hint)}")
     return value
 
 
 def check_numel(name: str, shape: Sequence[int], *, hint: str = "") -> None:
-    """Raise if a tensor of this shape is too large: torch could not count its bytes."""
+    """Raise if a tensor of this shape is too large: its size in bytes would overflow int64."""
     if math.prod(shape) > _MAX_NUMEL:
         raise ValueError(f"{name} must have at most {_MAX_NUMEL} numbers, got shape {tuple(shape)}{_hint_suffix(hint)}")
 
 
-def as_tensor(name: str, value: Any, axes: str) -> Tensor:
+def as_tensor(name: str, value: Any, described_as: str) -> Tensor:
     """A tensor, list or array as a dense tensor; tensors are returned as they are."""
     if isinstance(value, Tensor):
-        return check_tensor(name, value, axes)
+        return check_dense_tensor(name, value, described_as)
     try:
         return torch.as_tensor(value)
     # strings, ragged lists, integers beyond 64 bits
     except (TypeError, ValueError, RuntimeError, OverflowError):
-        raise WrongType(f"{name} must be a tensor {axes}, got {short_repr(value)}") from None
+        raise WrongType(f"{name} must be a tensor {described_as}, got {short_repr(value)}") from None
 
 
 def _hint_suffix(hint: str) -> str:

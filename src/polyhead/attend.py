@@ -8,7 +8,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
-from polyhead.kernels import Call, OutputAndLse, attention_weights_of, candidate_kernels
+from polyhead.kernels import Call, Kernel, OutputAndLse, candidate_kernels, compute_attention_weights
 from polyhead.kernels.reference import non_sink_share
 from polyhead.neighbourhood import Neighbourhood
 from polyhead.position import Position
@@ -50,7 +50,7 @@ def attend(
         ValueError: if an argument does not fit the others; the message names it and the rule.
     """
     options = AttentionOptions(over, score, position, bias, sink, dropout, seed)
-    return run(check_and_make_call(q, k, v, options), kernel)[0]
+    return run_call(check_and_make_call(q, k, v, options), kernel)[0]
 
 
 def attention_weights(
@@ -67,9 +67,9 @@ def attention_weights(
 
     Each row sums to 1, to less than 1 with a sink, and to 0 where a query may attend to no key.
     """
-    return attention_weights_of(check_and_make_call(q, k, k, AttentionOptions(over, score, position, bias, sink))).to(
-        q.dtype
-    )
+    return compute_attention_weights(
+        check_and_make_call(q, k, k, AttentionOptions(over, score, position, bias, sink))
+    ).to(q.dtype)
 
 
 class Explanation(NamedTuple):
@@ -100,25 +100,34 @@ def explain(
     )
 
 
-def run(call: Call, kernel: str | None = None) -> OutputAndLse:
-    """Compute a call with the first kernel that does not refuse it.
+def run_call(call: Call, kernel: str | None = None) -> OutputAndLse:
+    """Compute a call with the kernel that `choose_kernel` returns, and apply the sink.
 
     It is a torch function: a `TorchFunctionMode` sees every attention of Polyhead, and can change it.
     """
     if has_torch_function((call.q, call.k, call.v)):
-        result: OutputAndLse = handle_torch_function(run, (call.q, call.k, call.v), call, kernel)
+        result: OutputAndLse = handle_torch_function(run_call, (call.q, call.k, call.v), call, kernel)
         return result
+    out, lse = choose_kernel(call, kernel)(call)
+    if call.sink is None:
+        return out, lse
+    assert lse is not None
+    return (out * non_sink_share(lse, call.sink)).to(out.dtype), lse
+
+
+def choose_kernel(call: Call, kernel: str | None = None) -> Kernel:
+    """The first kernel that does not refuse a call, or the one named `kernel`.
+
+    Raises:
+        ValueError: if no kernel has this name, or it refuses the call.
+    """
     candidates = candidate_kernels(call)
     for candidate in candidates:
         if kernel is not None and candidate.name != kernel:
             continue
         reason = candidate.refuses(call)
         if reason is None:
-            out, lse = candidate(call)
-            if call.sink is None:
-                return out, lse
-            assert lse is not None
-            return (out * non_sink_share(lse, call.sink)).to(out.dtype), lse
+            return candidate
         if kernel is not None:
             raise ValueError(f"kernel {kernel!r} refuses this call: {reason}")
     raise ValueError(f"kernel must be one of {[candidate.name for candidate in candidates]}, got {kernel!r}")

@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from polyhead._checks import MAX_HEADS, check_integer, check_integers, check_numel, check_tensor
+from polyhead._checks import MAX_HEADS, check_dense_tensor, check_integer, check_integers, check_numel
 
 ManifoldTensor = Float[Tensor, "..."]
 Matrices = Float[Tensor, "matrices n k"]
@@ -223,7 +223,7 @@ class Stiefel(Manifold):
 
     def matrices(self, x: ManifoldTensor) -> Matrices:
         """x as (matrices, n, k), in fp32 at least."""
-        shape = tuple(check_tensor("x", x, "(..., n, k)").shape)
+        shape = tuple(check_dense_tensor("x", x, "(..., n, k)").shape)
         if x.dim() < 2:
             raise ValueError(f"x must have two axes or more, got shape {shape}")
         if self.heads is not None:
@@ -246,7 +246,7 @@ class Stiefel(Manifold):
 
     def _matrix_pair(self, x: ManifoldTensor, name: str, u: ManifoldTensor) -> tuple[Matrices, Matrices]:
         """A point and a vector at it as matrices of one dtype."""
-        a, b = self.matrices(x), self.matrices(check_tensor(name, u, "of the shape of x"))
+        a, b = self.matrices(x), self.matrices(check_dense_tensor(name, u, "of the shape of x"))
         if x.shape != u.shape or x.device != u.device:
             raise ValueError(
                 f"{name} must have the shape of x, {tuple(x.shape)}, on its device, got {tuple(u.shape)} on {u.device}"

@@ -170,7 +170,7 @@ def gatv2(
     return weighted_sum(A * softmax(S, A != 0), Z, A != 0)
 
 
-def normalised(A: Float[Array, "nodes nodes"]) -> Float[Array, "nodes nodes"]:
+def gcn_normalise(A: Float[Array, "nodes nodes"]) -> Float[Array, "nodes nodes"]:
     """Ã = D^−½ A D^−½ with the sums of the rows in D (Kipf 2017)."""
     degree = A.sum(axis=1)
     root = np.where(degree > 0, np.maximum(degree, np.finfo(A.dtype).tiny) ** -0.5, 0)

@@ -42,9 +42,9 @@ class GridLike(Protocol):
     @property
     def stride(self) -> tuple[int, ...]: ...
 
-    def queries(self, device: torch.device) -> Int[Tensor, "queries axes"]: ...
+    def query_coordinates(self, device: torch.device) -> Int[Tensor, "queries axes"]: ...
 
-    def keys(self, device: torch.device) -> Int[Tensor, "keys axes"]: ...
+    def key_coordinates(self, device: torch.device) -> Int[Tensor, "keys axes"]: ...
 
 
 class Position(nn.Module):
@@ -69,7 +69,7 @@ class Position(nn.Module):
 
     def on_grid(self, grid: GridLike, device: torch.device) -> Float[Tensor, "heads queries keys"] | None:
         """On a grid: the bias of each pair."""
-        return self.by_offset(grid.keys(device) - grid.queries(device)[:, None])
+        return self.by_offset(grid.key_coordinates(device) - grid.query_coordinates(device)[:, None])
 
     def check(self, heads: int, dim: int) -> None:
         """Raise a `ValueError` where this position does not fit the layer."""

@@ -13,9 +13,9 @@ from torch import Tensor
 from polyhead._checks import (
     LARGEST_INT64,
     WrongType,
+    check_dense_tensor,
     check_integer,
     check_number,
-    check_tensor,
     describe_type,
     short_repr,
 )
@@ -106,7 +106,7 @@ def find_lattice(position: Position, over: Neighbourhood, queries: int, keys: in
     """The lattice whose coordinates a position uses; None for a position along the sequence."""
     lattice = over.lattice
     if position.axes is None:
-        if lattice is not None and lattice.sparse:
+        if lattice is not None and lattice.queries_differ_from_keys:
             raise ValueError(
                 f"position must have axes for {over!r}, whose queries are not at the keys' positions, got "
                 f"{type(position).__name__} along the sequence; pass one such as Rotary(axes=2)"
@@ -126,7 +126,7 @@ def lattice_coordinates(
     lattice: Lattice | None, device: torch.device
 ) -> tuple[Int[Tensor, "queries axes"] | None, Int[Tensor, "keys axes"] | None]:
     """The coordinates of queries and keys; `(None, None)` for sequence positions."""
-    return (None, None) if lattice is None else (lattice.queries(device), lattice.keys(device))
+    return (None, None) if lattice is None else (lattice.query_coordinates(device), lattice.key_coordinates(device))
 
 
 def _position_bias(
@@ -165,7 +165,7 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
     plain = type(q) is type(k) is type(v) is Tensor and q.layout is k.layout is v.layout is torch.strided
     if not plain or q.is_nested or k.is_nested or v.is_nested:
         for name, x in (("q", q), ("k", k), ("v", v)):
-            check_tensor(name, x, "(..., heads, items, dim)")
+            check_dense_tensor(name, x, "(..., heads, items, dim)")
     qs, ks, vs = q.shape, k.shape, v.shape
     if len(qs) < 3:
         raise ValueError(f"q must have shape (..., heads, queries, dim), got {tuple(qs)}")
@@ -192,8 +192,8 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 def _check_bias(bias: Tensor, over: Neighbourhood, q: Tensor, k: Tensor) -> Tensor:
     """The bias with an axis each for heads, queries and keys, or on a graph for heads and edges."""
-    axes, own = over.weight_shape(q.shape[-3], q.shape[-2], k.shape[-2])
-    check_tensor("bias", bias, axes)
+    axes, own = over.attention_axes(q.shape[-3], q.shape[-2], k.shape[-2])
+    check_dense_tensor("bias", bias, axes)
     bias = bias.reshape(*(1,) * (len(own) - bias.dim()), *bias.shape)
     if bias.device != q.device:
         raise ValueError(f"bias must be on {q.device}, as q is, got {bias.device}")

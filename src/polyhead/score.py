@@ -11,13 +11,14 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from polyhead._checks import MAX_HEADS, check_integer, check_number, check_numel, check_tensor
+from polyhead._checks import MAX_HEADS, check_dense_tensor, check_integer, check_number, check_numel
 
 
 class Score(nn.Module, ABC):
     """The base of all scores: a module, since a score may own weights.
 
-    A subclass defines `forward`, and `pairs` too where a list of pairs can be scored with less work.
+    A subclass defines `forward`, and `pairs` too where a list of pairs can be scored with less work. For a C++ kernel along the
+    edges of a graph, begin at `_SCORE_KINDS` in kernels/edges_native.py; CONTRIBUTING.md, "A score", has all steps.
     """
 
     shares_values: bool = False
@@ -170,7 +171,7 @@ class GAT(_AdditiveScore):
         self.reset_parameters()
 
     @classmethod
-    def of(
+    def from_tensors(
         cls,
         destination: Float[Tensor, "heads dim"],
         source: Float[Tensor, "heads dim"],
@@ -180,10 +181,10 @@ class GAT(_AdditiveScore):
     ) -> GAT:
         """A score on existing tensors, which it does not own as parameters."""
         score = object.__new__(cls)
-        heads, dim = _check_tensor_shape("GAT.of: destination", destination, "heads dim")
-        _check_tensor_shape("GAT.of: source", source, "heads dim", heads, dim)
+        heads, dim = _check_tensor_shape("GAT.from_tensors: destination", destination, "heads dim")
+        _check_tensor_shape("GAT.from_tensors: source", source, "heads dim", heads, dim)
         if edge is not None:
-            _check_tensor_shape("GAT.of: edge", edge, "heads edge_dim", heads)
+            _check_tensor_shape("GAT.from_tensors: edge", edge, "heads edge_dim", heads)
         _AdditiveScore.__init__(score, heads, dim, None if edge is None else edge.shape[-1], negative_slope, True)
         score.destination, score.source, score.edge, score.bias = destination, source, edge, None
         return score
@@ -245,7 +246,7 @@ class GATv2(_AdditiveScore):
         self.reset_parameters()
 
     @classmethod
-    def of(
+    def from_tensors(
         cls,
         weight: Float[Tensor, "heads dim"],
         edge: Float[Tensor, "heads dim edge_dim"] | None = None,
@@ -254,9 +255,9 @@ class GATv2(_AdditiveScore):
     ) -> GATv2:
         """A score on existing tensors, which it does not own as parameters."""
         score = object.__new__(cls)
-        heads, dim = _check_tensor_shape("GATv2.of: weight", weight, "heads dim")
+        heads, dim = _check_tensor_shape("GATv2.from_tensors: weight", weight, "heads dim")
         if edge is not None:
-            _check_tensor_shape("GATv2.of: edge", edge, "heads dim edge_dim", heads, dim)
+            _check_tensor_shape("GATv2.from_tensors: edge", edge, "heads dim edge_dim", heads, dim)
         _AdditiveScore.__init__(score, heads, dim, None if edge is None else edge.shape[-1], negative_slope, False)
         score.weight, score.edge = weight, edge
         return score
@@ -287,7 +288,7 @@ class GATv2(_AdditiveScore):
 def _check_tensor_shape(name: str, x: object, axes: str, *sizes: int) -> tuple[int, ...]:
     """The shape of a tensor with these axes, the first of which must have these sizes."""
     expected = f"({axes.replace(' ', ', ')})"
-    shape = tuple(check_tensor(name, x, expected).shape)
+    shape = tuple(check_dense_tensor(name, x, expected).shape)
     if len(shape) != len(axes.split()) or shape[: len(sizes)] != sizes:
         start = f", where (heads, dim) start with {sizes}" if sizes else ""
         raise ValueError(f"{name} must be a tensor {expected}{start}, got shape {shape}")

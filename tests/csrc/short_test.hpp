@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "dispatch.hpp"
+#include "instruction_sets.hpp"
 #include "naive.hpp"
 
 namespace short_test {

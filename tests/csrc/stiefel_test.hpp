@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "dispatch.hpp"
+#include "instruction_sets.hpp"
 
 namespace stiefel_test {
 
@@ -196,9 +196,9 @@ std::string test(const Kernels &kernels, Generator &generator) {
         std::vector<T> x(count, T(3)), y(5, std::numeric_limits<T>::max());
         const int64_t data[] = {int64_t(reinterpret_cast<uintptr_t>(x.data())), int64_t(reinterpret_cast<uintptr_t>(y.data()))};
         const int64_t counts[] = {count, 5};
-        if (!kernels.finite({sizeof(T) == 8, 2, data, counts, 2})) return "finite numbers";
+        if (!kernels.all_finite({sizeof(T) == 8, 2, data, counts, 2})) return "finite numbers";
         x.back() = std::numeric_limits<T>::quiet_NaN();
-        if (kernels.finite({sizeof(T) == 8, 2, data, counts, 2})) return "NaN";
+        if (kernels.all_finite({sizeof(T) == 8, 2, data, counts, 2})) return "NaN";
     }
     return "";
 }

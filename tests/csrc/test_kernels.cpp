@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "dispatch.hpp"
+#include "instruction_sets.hpp"
 #include "edges/sort.hpp"
 #include "grid_test.hpp"
 #include "naive.hpp"
@@ -142,20 +142,20 @@ void compare(const Kernels &kernels, const Case &c, const Sorted &s, const Answe
              const std::string &where) {
     Copy<T> q(c.q), k(c.k), v(c.v), a(c.a), inside(c.inside), features(c.features), map(c.map), weights(c.weights),
         d_out(c.d_out), d_lse(c.d_lse);
-    Problem p{c.kind, sizeof(T) == 8, c.batch, c.sources, c.destinations, c.edges(), c.heads, c.dim, c.edge_features,
+    EdgeProblem p{c.kind, sizeof(T) == 8, c.batch, c.sources, c.destinations, c.edges(), c.heads, c.dim, c.edge_features,
               q.pointer(), k.pointer(), c.tied ? nullptr : v.pointer(), a.pointer(), inside.pointer(), features.pointer(),
               map.pointer(), weights.pointer(), s.indptr.data(), s.indices.data(), s.edge_id.data(), c.factor, c.dropout,
               c.threshold(), c.seed, threads};
     Output<T> out(expected.out.size()), lse(expected.lse.size());
-    if (kernels.forward(p, {out.pointer(), lse.pointer()}) != DONE) fail(where + "forward was not done");
+    if (kernels.edges_forward(p, {out.pointer(), lse.pointer()}) != DONE) fail(where + "forward was not done");
     out.expect(expected.out, where + "out");
     lse.expect(expected.lse, where + "lse");
     Output<T> dq(c.q.size()), dk(c.k.size()), dv(expected.dv.size()), da(c.a.size()), d_inside(c.inside.size()),
         d_weights(c.weights.size()), d_features(c.features.size()), d_map(c.map.size());
-    Gradients g{s.out_indptr.data(), s.out_slot.data(), s.out_indices.data(), out.pointer(), lse.pointer(),
+    EdgeGradients g{s.out_indptr.data(), s.out_slot.data(), s.out_indices.data(), out.pointer(), lse.pointer(),
                 d_out.pointer(), d_lse.pointer(), dq.pointer(), dk.pointer(), dv.pointer(), da.pointer(),
                 d_inside.pointer(), d_weights.pointer(), d_features.pointer(), d_map.pointer()};
-    if (kernels.backward(p, g) != DONE) fail(where + "backward was not done");
+    if (kernels.edges_backward(p, g) != DONE) fail(where + "backward was not done");
     dq.expect(expected.dq, where + "dq");
     dk.expect(expected.dk, where + "dk");
     dv.expect(expected.dv, where + "dv");
@@ -238,14 +238,14 @@ struct Changed {
         const std::vector<float> q = some(g.destinations * row), k = some(g.sources * row), v = some(g.sources * row), a = some(row),
                                  weights = some(edges), d_out = some(g.destinations * row);
         std::vector<float> out = d_out, lse = some(g.destinations * heads), dq = q, dk = k, dv = v, da = a, d_weights = weights;
-        Problem p{kind, false, 1, g.sources, g.destinations, edges, heads, dim, 0, q.data(), k.data(), v.data(), a.data(), nullptr,
+        EdgeProblem p{kind, false, 1, g.sources, g.destinations, edges, heads, dim, 0, q.data(), k.data(), v.data(), a.data(), nullptr,
                   nullptr, nullptr, weights.data(), s.indptr.data(), s.indices.data(), s.edge_id.data(), 0.2, 0, -2147483648LL, 0, 2};
-        const Gradients to{s.out_indptr.data(), s.out_slot.data(), s.out_indices.data(), out.data(), lse.data(),
+        const EdgeGradients to{s.out_indptr.data(), s.out_slot.data(), s.out_indices.data(), out.data(), lse.data(),
                            d_out.data(), nullptr, dq.data(), dk.data(), dv.data(), da.data(), nullptr, d_weights.data(), nullptr,
                            nullptr};
         const std::string where = std::string(kernels.name) + ", " + g.name + ", kind " + std::to_string(kind) + ", " + what;
-        if (kernels.forward(p, {out.data(), lse.data()}) != forward) fail(where + ": forward did not return as it should");
-        if (kernels.backward(p, to) != backward) fail(where + ": backward did not return as it should");
+        if (kernels.edges_forward(p, {out.data(), lse.data()}) != forward) fail(where + ": forward did not return as it should");
+        if (kernels.edges_backward(p, to) != backward) fail(where + ": backward did not return as it should");
     }
 };
 

@@ -24,7 +24,7 @@ def make_heads(*shape, over=None, heads=6, queries=None):
 
 
 def average_by_definition(weights, sizes, reach, outputs=None, stride=None, special=0):
-    """`around` by its definition: loops over queries and steps."""
+    """`average_by_offset` by its definition: loops over queries and steps."""
     outputs, stride = outputs or sizes, stride or (1,) * len(sizes)
     result = torch.zeros(*weights.shape[:-2], *(2 * n + 1 for n in reach))
     places = list(itertools.product(*map(range, outputs)))
@@ -55,18 +55,18 @@ def test_around_equals_its_definition(sizes, reach, options, monkeypatch):
     over = Grid(*sizes, **options)
     heads = make_heads(2, int(np.prod(sizes)), over=over, queries=int(np.prod(over.outputs)))
     want = average_by_definition(heads.weights.detach(), sizes, reach, over.outputs, over.stride)
-    assert heads.around(reach).shape == (2, 6, *(2 * n + 1 for n in reach))
-    torch.testing.assert_close(heads.around(reach).detach(), want)
+    assert heads.average_by_offset(reach).shape == (2, 6, *(2 * n + 1 for n in reach))
+    torch.testing.assert_close(heads.average_by_offset(reach).detach(), want)
     # in blocks of a few queries
     monkeypatch.setattr(blockwise, "BLOCK_WEIGHTS", 100)
-    torch.testing.assert_close(heads.around(reach).detach(), want)
+    torch.testing.assert_close(heads.average_by_offset(reach).detach(), want)
     part = heads.select(heads=[4, 1])
-    torch.testing.assert_close(part.around(reach).detach(), want[:, [4, 1]])
+    torch.testing.assert_close(part.average_by_offset(reach).detach(), want[:, [4, 1]])
 
 
 def test_around_of_offsets_is_one_cell_per_head():
     heads = make_heads(2, 35, over=Offsets(TAPS, (5, 7)), heads=3)
-    around = heads.around(2)
+    around = heads.average_by_offset(2)
     for head, (down, right) in enumerate(TAPS):
         inside = (5 - abs(down)) * (7 - abs(right)) / 35
         want = torch.zeros(5, 5)
@@ -77,27 +77,32 @@ def test_around_of_offsets_is_one_cell_per_head():
 def test_around_with_special_tokens_and_selected_queries():
     heads = make_heads(2, 37)
     torch.testing.assert_close(
-        heads.around(1, grid=(5, 7)).detach(), average_by_definition(heads.weights.detach(), (5, 7), (1, 1), special=2)
+        heads.average_by_offset(1, grid=(5, 7)).detach(),
+        average_by_definition(heads.weights.detach(), (5, 7), (1, 1), special=2),
     )
     # the sum over all offsets is the weight of points on points
-    total = heads.around((4, 6), grid=(5, 7)).sum((-2, -1))
+    total = heads.average_by_offset((4, 6), grid=(5, 7)).sum((-2, -1))
     torch.testing.assert_close(total, heads.weights[..., 2:, 2:].sum(-1).mean(-1))
     some = heads.select(queries=[0, 20, 9], keys=[9, 0, 21, 20])
     want = torch.zeros(37, 37)
     want[20, 20] = want[20, 21] = want[9, 9] = 1
     want = (heads.weights * want).detach()
     torch.testing.assert_close(
-        some.around(1, grid=(5, 7)).detach(), average_by_definition(want, (5, 7), (1, 1), special=2) * 35 / 2
+        some.average_by_offset(1, grid=(5, 7)).detach(), average_by_definition(want, (5, 7), (1, 1), special=2) * 35 / 2
     )
 
 
 def test_around_has_gradients_and_takes_contributions():
     heads = make_heads(1, 12, over=Grid(3, 4, window=3))
-    (by_blocks,) = torch.autograd.grad(heads.around(1)[..., 0, 0].sum(), heads._part.call.q, retain_graph=True)
+    (by_blocks,) = torch.autograd.grad(
+        heads.average_by_offset(1)[..., 0, 0].sum(), heads._part.call.q, retain_graph=True
+    )
     whole = average_by_definition(heads.weights, (3, 4), (1, 1))[..., 0, 0].sum()
     torch.testing.assert_close(by_blocks, torch.autograd.grad(whole, heads._part.call.q, retain_graph=True)[0])
     moved = heads.contribution()
-    torch.testing.assert_close(moved.around(1).detach(), average_by_definition(moved.weights.detach(), (3, 4), (1, 1)))
+    torch.testing.assert_close(
+        moved.average_by_offset(1).detach(), average_by_definition(moved.weights.detach(), (3, 4), (1, 1))
+    )
 
 
 def drawn(axis):
@@ -182,7 +187,9 @@ def test_pictures_of_weights_by_offset():
         assert (row - 2, column - 2) == (down, right)
         assert frames == {(-0.5, -0.5)} and list(axis.images[0].get_extent()) == [-2.5, 2.5, 2.5, -2.5]
     line = make_heads(11, over=Grid(11, window=5))
-    np.testing.assert_allclose(drawn(line.plot(around=3).axes[0])[0][0], line.around(3)[0].detach(), atol=1e-6)
+    np.testing.assert_allclose(
+        drawn(line.plot(around=3).axes[0])[0][0], line.average_by_offset(3)[0].detach(), atol=1e-6
+    )
     # a grid of one axis is drawn as any sequence
     assert drawn(line.plot().axes[0])[0].shape == (11, 11)
 
@@ -265,25 +272,28 @@ def test_error_messages_on_grids():
             r"grid must be \(height, width\) where over has no coordinates, got None for Dense\(\); pass",
         ),
         (
-            lambda: make_heads(35, over=Padding(torch.tensor(30))).around(1),
+            lambda: make_heads(35, over=Padding(torch.tensor(30))).average_by_offset(1),
             "where over has no coordinates, got None for Padding",
         ),
-        (lambda: on_graph.around(1), "over must be a Grid for results on a grid, got Graph"),
+        (lambda: on_graph.average_by_offset(1), "over must be a Grid for results on a grid, got Graph"),
         (lambda: on_graph.plot(image=photo), "over must be a Grid for results on a grid, got Graph"),
-        (lambda: plain.around(1, grid=(6, 7)), "at most as many points as there are keys, 35, got 6 x 7 = 42"),
         (
-            lambda: plain.around(1, grid=(0, 7)),
+            lambda: plain.average_by_offset(1, grid=(6, 7)),
+            "at most as many points as there are keys, 35, got 6 x 7 = 42",
+        ),
+        (
+            lambda: plain.average_by_offset(1, grid=(0, 7)),
             r"grid\[0\] must be an integer in \[1, 2147483647\], got 0; it is \(height, width\)",
         ),
         (
-            lambda: on_grid.around(1, grid=(7, 5)),
+            lambda: on_grid.average_by_offset(1, grid=(7, 5)),
             r"grid must be \(5, 7\), the grid of this attention's keys, got \(7, 5\)",
         ),
         (
-            lambda: on_grid.around(-1),
+            lambda: on_grid.average_by_offset(-1),
             r"reach must be an integer in \[0, 2147483647\], got -1",
         ),
-        (lambda: on_grid.around((1, 1, 1)), "or one for each of 2 axes"),
+        (lambda: on_grid.average_by_offset((1, 1, 1)), "or one for each of 2 axes"),
         (lambda: on_grid.plot(at=(5, 0)), r"at\[0\] must be an integer in \[0, 4\], got 5"),
         (
             lambda: on_grid.plot(at="cls"),

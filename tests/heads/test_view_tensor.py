@@ -7,7 +7,7 @@ from torch import nn
 from view_examples import make_heads
 
 from polyhead import GAT, ALiBi, GATv2, Heads
-from polyhead.metrics import parts
+from polyhead.metrics import attention_parts
 
 
 @pytest.mark.parametrize(
@@ -26,8 +26,8 @@ def test_indexing_equals_indexing_the_weights(over, index, options):
 
 def test_indexing_computes_only_the_selected_part(monkeypatch):
     computed = []
-    original = parts.pair_weights
-    monkeypatch.setattr(parts, "pair_weights", lambda *part: computed.append(original(*part)) or computed[-1])
+    original = attention_parts.pair_weights
+    monkeypatch.setattr(attention_parts, "pair_weights", lambda *part: computed.append(original(*part)) or computed[-1])
     _, _, heads = make_heads()
     assert heads.shape == (3, 6, 11, 11)
     assert repr(heads) == "Heads(shape=(3, 6, 11, 11), over=Dense())"
@@ -130,6 +130,6 @@ def test_in_place_methods_raise_and_metadata_is_free(monkeypatch):
         heads.zero_()
     with pytest.raises(RuntimeError, match="ambiguous"):
         bool(heads)
-    monkeypatch.setattr(parts, "pair_weights", None)
+    monkeypatch.setattr(attention_parts, "pair_weights", None)
     assert heads.requires_grad
     assert heads.numel() == 3 * 6 * 11 * 11

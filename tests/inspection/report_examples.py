@@ -7,7 +7,7 @@ from polyhead.inspection.roles.role_cards import Card
 from polyhead.models import Tokens
 
 WORDS = ("The", "unlikely", "cat", "ran", "away")
-TEXT = Tokens.of_pieces(
+TEXT = Tokens.from_pieces(
     ("[CLS]", "the", "un", "##likely", "cat", "ran", "away", "[SEP]"), (None, 0, 1, 1, 2, 3, 4, None), WORDS
 )
 CARDS = (

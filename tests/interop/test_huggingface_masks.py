@@ -23,7 +23,7 @@ import polyhead
 from polyhead.interop import huggingface
 from polyhead.interop.huggingface import mask_function
 from polyhead.interop.huggingface.attention import polyhead_attention_forward
-from polyhead.interop.huggingface.lazy_mask import BoolMask, LazyMask, NeighbourhoodMask
+from polyhead.interop.huggingface.lazy_mask import ConditionMask, LazyMask, LazyMaskState
 from polyhead.interop.huggingface.mask_function import polyhead_mask
 
 CLOSE = {"atol": 1e-4, "rtol": 1e-4}
@@ -114,7 +114,7 @@ def test_unknown_functions_are_left_to_transformers() -> None:
     odd = lambda batch, head, query, key: (query + key) % 2 == 0
     for function in (odd, masking_utils.or_masks(masking_utils.causal_mask_function, odd)):
         found = polyhead_mask(BATCH, 7, 7, mask_function=function, allow_is_causal_skip=False)
-        assert type(found) is BoolMask
+        assert type(found) is ConditionMask
         assert torch.equal(found, masking_utils.sdpa_mask(BATCH, 7, 7, 0, 0, function, allow_is_causal_skip=False))
 
 
@@ -126,7 +126,7 @@ def test_a_changed_mask_function_is_not_read(monkeypatch: pytest.MonkeyPatch) ->
     huggingface.register()
     try:
         found = polyhead_mask(BATCH, 7, 7, mask_function=sliding_window_overlay(3), allow_is_causal_skip=False)
-        assert type(found) is BoolMask
+        assert type(found) is ConditionMask
         assert isinstance(polyhead_mask(BATCH, 7, 7), LazyMask)
     finally:
         monkeypatch.undo()
@@ -139,8 +139,8 @@ def test_no_mask_is_materialised(name: str, monkeypatch: pytest.MonkeyPatch) -> 
     _, ours = pair(name)
     given = batch(name, padded=True)
     built: list[str] = []
-    original = NeighbourhoodMask.tensor
-    monkeypatch.setattr(NeighbourhoodMask, "tensor", lambda self: [built.append("lazy"), original(self)][1])
+    original = LazyMaskState.tensor
+    monkeypatch.setattr(LazyMaskState, "tensor", lambda self: [built.append("lazy"), original(self)][1])
     theirs = masking_utils.sdpa_mask
     monkeypatch.setattr(masking_utils, "sdpa_mask", lambda *a, **k: [built.append("theirs"), theirs(*a, **k)][1])
     with torch.no_grad(), polyhead.capture(ours) as seen:
@@ -199,11 +199,11 @@ TENSORS = [
 @pytest.mark.parametrize("use", MASKS + TENSORS)
 def test_a_lazy_mask_is_a_tensor(use: Callable[[Tensor], Tensor]) -> None:
     expected = use(some_mask().tensor().clone())
-    kind = BoolMask if use in MASKS else Tensor
-    for mask_made in (some_mask(), BoolMask(some_mask().tensor())):
+    kind = ConditionMask if use in MASKS else Tensor
+    for mask_made in (some_mask(), ConditionMask(some_mask().tensor())):
         found = use(mask_made)
         assert type(found) is kind
-        torch.testing.assert_close(found.tensor() if kind is BoolMask else found, expected, equal_nan=True)
+        torch.testing.assert_close(found.tensor() if kind is ConditionMask else found, expected, equal_nan=True)
 
 
 @pytest.mark.parametrize(
@@ -228,7 +228,7 @@ def test_a_lazy_mask_is_a_tensor(use: Callable[[Tensor], Tensor]) -> None:
 )
 def test_arithmetic_with_a_mask_raises(use: Callable[[Tensor], Tensor]) -> None:
     message = r"^attention_mask must be used as a condition on attn_implementation='polyhead', got aten::"
-    for mask_made in (some_mask(), BoolMask(some_mask().tensor())):
+    for mask_made in (some_mask(), ConditionMask(some_mask().tensor())):
         with pytest.raises(ValueError, match=f"{message}.* use attn_implementation='eager'"):
             use(mask_made)
 
@@ -239,7 +239,7 @@ def test_copies_and_moves_of_a_lazy_mask_are_lazy() -> None:
     for same in (lazy.detach(), lazy.to("cpu"), lazy.bool(), lazy.contiguous(), moved):
         assert isinstance(same, LazyMask)
     assert moved.device.type == "meta"
-    assert all(leaf.device.type == "meta" for leaf in moved.allowed.over.leaves())
+    assert all(leaf.device.type == "meta" for leaf in moved.state.over.leaves())
     assert repr(lazy).startswith("LazyMask(Window(left=3, right=9) & Causal() & Padding(keep <(3, 9)>")
 
 

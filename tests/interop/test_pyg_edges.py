@@ -188,7 +188,7 @@ def test_an_edge_index_is_returned_as_in_pyg(kind: str, loops: bool, options: di
         ({}, (pairs.NODES, None), "size must be (sources, destinations), got (13, None)"),
         (
             {"flow": "target_to_source"}, (pairs.NODES, pairs.OTHERS),
-            "size must be the same number twice if flow is 'target_to_source' and x[1] is None, got (13, 7)",
+            "size must be (N, N) if flow is 'target_to_source' and x[1] is None, got (13, 7)",
         ),
     ],
 )  # fmt: skip

@@ -72,8 +72,10 @@ WRONG_OPTIONS: dict[str, dict] = {
     "out_channels must be an integer in [1, 2147483647], got 0": {"out_channels": 0},
     "edge_dim must be an integer in [1, 2147483647], got 1.5": {"edge_dim": 1.5},
     "dropout must be a number in [0, 1), got 1.0": {"dropout": 1.0},
-    "in_channels must be an integer, or a pair for sources and destinations": {"in_channels": (5, 4, 3)},
-    "in_channels must be an integer, or a pair for sources and destinations, and -1 to infer it from the first input, got 0": {
+    "in_channels must be a positive integer or a pair (sources, destinations), got (5, 4, 3)": {
+        "in_channels": (5, 4, 3)
+    },
+    "in_channels must be a positive integer or a pair (sources, destinations), got 0; -1 infers the size": {
         "in_channels": 0
     },
 }

@@ -29,7 +29,7 @@ from torch_pairs import (
 )
 
 from polyhead import Causal, Dense, Mask, Padding
-from polyhead.attend import explain_call, run
+from polyhead.attend import explain_call, run_call
 from polyhead.interop import torch as interop
 from polyhead.interop.torch import MultiheadAttention
 
@@ -170,7 +170,7 @@ def test_inside_torchs_transformer_layers(first: bool) -> None:
 
 def test_bool_masks_become_neighbourhoods_and_weights_keep_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
-    monkeypatch.setattr(interop, "run", lambda call: seen.append(call) or run(call))
+    monkeypatch.setattr(interop, "run_call", lambda call: seen.append(call) or run_call(call))
     _, ours = pair(torch.float32, batch_first=True)
     x = inputs(ours, keys=QUERIES, dtype=torch.float32)
     ours(*x, need_weights=True)

@@ -12,7 +12,7 @@ from torch.testing import assert_close
 
 from polyhead import Causal, attend, explain
 from polyhead._torch import native
-from polyhead.attend import run
+from polyhead.attend import run_call
 from polyhead.kernels import Call
 from polyhead.kernels.grid import MAX_SEQUENCE_WINDOW, GridNative
 from polyhead.neighbourhood import Grid
@@ -51,7 +51,7 @@ def table_for(over: Grid, heads: int, dtype: torch.dtype) -> Tensor:
 def computed(kernel: str, over: Grid, inputs: list[Tensor], **options: Any) -> list[Tensor]:
     """The output, the log-sum-exp and the gradients of both."""
     call = Call(*inputs[:3], over, Dot(), *inputs[3:], seed=torch.tensor(5), **options)
-    out, lse = run(call, kernel)
+    out, lse = run_call(call, kernel)
     assert lse is not None
     torch.manual_seed(1)
     loss = (out * torch.randn(out.shape).to(out)).sum() + (lse * torch.randn(lse.shape).to(lse)).sum()

@@ -34,8 +34,8 @@ from polyhead._torch import native
 from polyhead.interop.pyg.edge_index import self_loop_features
 from polyhead.kernels import Call
 from polyhead.metrics import blockwise
-from polyhead.metrics.parts import DensePart
-from polyhead.nn.unpad import Unpadding
+from polyhead.metrics.attention_parts import DensePart
+from polyhead.nn.skip_padded_rows import Unpadding
 
 HUB = 5000
 HEADS, DIM = 2, 4
@@ -243,7 +243,7 @@ def test_distances_are_not_rounded(dtype: torch.dtype):
 
 @HALVES
 def test_degrees_are_counted_in_fp32(dtype: torch.dtype):
-    scaled = _hub_graph(weights=torch.ones(3 * HUB, dtype=dtype)).normalised()
+    scaled = _hub_graph(weights=torch.ones(3 * HUB, dtype=dtype)).gcn_normalise()
     # 2 in-edges at one end, 5,000 at the other
     assert scaled.weights.dtype == dtype
     torch.testing.assert_close(scaled.weights[0], torch.tensor((2.0 * HUB) ** -0.5, dtype=dtype))
@@ -266,7 +266,7 @@ def test_the_gradients_of_blocks_are_added_in_fp32(monkeypatch: pytest.MonkeyPat
     given = []
     for dtype in (torch.bfloat16, torch.float64):
         call = Call(q.to(dtype), k.to(dtype), k.to(dtype), Dense(), Dot())
-        given += torch.autograd.grad(blockwise.mass_on(DensePart(call), torch.tensor([1.0, 0.0, 0.0])).sum(), k)
+        given += torch.autograd.grad(blockwise.mass_on_keys(DensePart(call), torch.tensor([1.0, 0.0, 0.0])).sum(), k)
     torch.testing.assert_close(*given, rtol=2**-6, atol=0.1)
 
 

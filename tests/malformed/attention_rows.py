@@ -211,8 +211,8 @@ GRAPHS = [
     Row("Graph", "self-loops filled by an unknown word", lambda: GRAPH.with_self_loops("max"), "^fill"),
     Row("Graph", "self-loops filled by a list of words", lambda: Graph(PAIRS, features=torch.ones(3, 2)).with_self_loops(["a"]), "^fill must be", TypeError),
     Row("Graph", "self-loops of two kinds of nodes", lambda: Graph(PAIRS, (3, 4)).with_self_loops(), "^with_self_loops: sources and destinations must be the same nodes, got 3 sources"),
-    Row("Graph", "normalised two kinds of nodes", lambda: Graph(PAIRS, (3, 4)).normalised(), "^normalised: sources and destinations must be the same nodes, got 3 sources"),
-    Row("Graph", "normalised negative degrees", lambda: Graph(PAIRS, weights=-torch.ones(3)).normalised(), "^normalised: degrees must be 0 or more, got -"),
+    Row("Graph", "normalised two kinds of nodes", lambda: Graph(PAIRS, (3, 4)).gcn_normalise(), "^gcn_normalise: sources and destinations must be the same nodes, got 3 sources"),
+    Row("Graph", "normalised negative degrees", lambda: Graph(PAIRS, weights=-torch.ones(3)).gcn_normalise(), "^gcn_normalise: degrees must be 0 or more, got -"),
     Row("Graph", "joined with rows of a batch", lambda: GRAPH & Padding([1, 2]), "^Graph: .*the same in the whole batch, got Padding.* differs by batch entry"),
     Row("Graph", "moved to no device", lambda: GRAPH.to("nowhere"), "^device must be"),
 ]  # fmt: skip
@@ -262,12 +262,12 @@ SCORES = [
             *numbers(kind.__name__, "negative_slope", lambda x, kind=kind: kind(2, 4, negative_slope=x), "(-inf, inf)", NAN, INF, "x", None, name=f"{kind.__name__}: negative_slope"),
         )
     ),
-    Row("GAT", "of a list", lambda: GAT.of([[1.0]], torch.ones(1, 1)), "^GAT.of: destination must be a tensor", TypeError),
-    Row("GAT", "of one axis", lambda: GAT.of(torch.ones(3), torch.ones(3)), "^GAT.of: destination must be a tensor"),
-    Row("GAT", "of other heads", lambda: GAT.of(torch.ones(2, 3), torch.ones(3, 3)), "^GAT.of: source must be a tensor"),
-    Row("GAT", "of another edge", lambda: GAT.of(torch.ones(2, 3), torch.ones(2, 3), torch.ones(3, 1)), "^GAT.of: edge must be a tensor"),
-    Row("GATv2", "of None", lambda: GATv2.of(None), "^GATv2.of: weight must be a tensor", TypeError),
-    Row("GATv2", "of another edge", lambda: GATv2.of(torch.ones(2, 3), torch.ones(2, 3)), "^GATv2.of: edge must be a tensor"),
+    Row("GAT", "of a list", lambda: GAT.from_tensors([[1.0]], torch.ones(1, 1)), "^GAT.from_tensors: destination must be a tensor", TypeError),
+    Row("GAT", "of one axis", lambda: GAT.from_tensors(torch.ones(3), torch.ones(3)), "^GAT.from_tensors: destination must be a tensor"),
+    Row("GAT", "of other heads", lambda: GAT.from_tensors(torch.ones(2, 3), torch.ones(3, 3)), "^GAT.from_tensors: source must be a tensor"),
+    Row("GAT", "of another edge", lambda: GAT.from_tensors(torch.ones(2, 3), torch.ones(2, 3), torch.ones(3, 1)), "^GAT.from_tensors: edge must be a tensor"),
+    Row("GATv2", "of None", lambda: GATv2.from_tensors(None), "^GATv2.from_tensors: weight must be a tensor", TypeError),
+    Row("GATv2", "of another edge", lambda: GATv2.from_tensors(torch.ones(2, 3), torch.ones(2, 3)), "^GATv2.from_tensors: edge must be a tensor"),
 ]  # fmt: skip
 
 ROWS = [*ATTEND, *NEIGHBOURHOODS, *GRAPHS, *POSITIONS, *SCORES]

@@ -184,7 +184,7 @@ TRANSFORMERS = [
     Row("Transformer", "caches of other layers", lambda: WRITER.decode(IDS, X[:1], caches=[]), "^caches must have one entry for each of 1 layers, got 0"),
     Row("Transformer", "hidden of other features", lambda: WRITER.logits(X[..., :7]), "^hidden must be a tensor"),
     Row("Transformer", "hidden is a list", lambda: WRITER.logits([1.0]), "^hidden must be a tensor", TypeError),
-    *integers("Transformer", "length", lambda x: WRITER.begin(X[:1], x)),
+    *integers("Transformer", "length", lambda x: WRITER.prepare_decoding(X[:1], x)),
 ]  # fmt: skip
 
 

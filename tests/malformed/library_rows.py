@@ -91,8 +91,8 @@ MODELS = [
     Row("Bert", "token_types is a list", lambda: READER(IDS, token_types=[0, 0, 0]), "^token_types must be a tensor", TypeError),
     Row("Bert", "token_types beyond the types", lambda: READER(IDS, token_types=IDS), "^token_types must be in .*got values from 1 to 3"),
     Row("Bert", "no head for words", lambda: READER.logits(torch.ones(3, 12)), "^logits needs a masked-LM head"),
-    Row("Bert", "no pooler", lambda: changed("Bert", pooler=False).pooled(torch.ones(3, 12)), "^pooled needs a pooler"),
-    Row("Bert", "pooled of other features", lambda: READER.pooled(torch.ones(3, 7)), "^hidden must be a tensor"),
+    Row("Bert", "no pooler", lambda: changed("Bert", pooler=False).pool(torch.ones(3, 12)), "^pool needs a pooler"),
+    Row("Bert", "pooled of other features", lambda: READER.pool(torch.ones(3, 7)), "^hidden must be a tensor"),
     Row("Gpt", "hidden of other features", lambda: WRITER.logits(torch.ones(3, 7)), "^hidden must be a tensor"),
     Row("Llama", "hidden is a list", lambda: OTHER.logits([1.0]), "^hidden must be a tensor"),
     Row("Gpt", "caches of other layers", lambda: WRITER(IDS, caches=[]), "^caches must have one cache per layer, 1, got 0"),
@@ -118,8 +118,8 @@ MODELS = [
     Row("load", "without a tokenizer", lambda: load(folder(config_json=json.dumps({"model_type": "bert"}))), "tokenizer.json: file not found", FileNotFoundError),
     Row("Tokenizer", "no such file", lambda: Tokenizer("/no/such/tokenizer.json"), "file not found", FileNotFoundError),
     Row("Tokenizer", "a number", lambda: Tokenizer(3), "^path must be", TypeError),
-    *integers("Tokens", "limit", TOKENS.shortened),
-    Row("Tokens", "limit below the special tokens", lambda: TOKENS.shortened(1), "^limit must be more than 1, .*got 1"),
+    *integers("Tokens", "limit", TOKENS.truncate),
+    Row("Tokens", "limit below the special tokens", lambda: TOKENS.truncate(1), "^limit must be more than 1, .*got 1"),
 ]  # fmt: skip
 
 P = nn.Parameter(torch.eye(3)[:, :2].clone())
@@ -235,9 +235,9 @@ PYG = [
             *integers(name, "heads", lambda x, kind=kind: kind(5, 3, heads=x), 1, HEADS),
             *integers(name, "edge_dim", lambda x, kind=kind: kind(5, 3, edge_dim=x)),
             *numbers(name, "dropout", lambda x, kind=kind: kind(5, 3, dropout=x), "[0, 1)", -0.1, 1.0, NAN, "x", None),
-            Row(name, "in_channels=0", lambda kind=kind: kind(0, 3), "^in_channels must be an integer, or"),
+            Row(name, "in_channels=0", lambda kind=kind: kind(0, 3), "^in_channels must be a positive integer or"),
             Row(name, "in_channels=-2", lambda kind=kind: kind(-2, 3), r"^in_channels\[0\] must be an integer in \[-1"),
-            Row(name, "in_channels of three", lambda kind=kind: kind((5, 5, 5), 3), "^in_channels must be an integer, or"),
+            Row(name, "in_channels of three", lambda kind=kind: kind((5, 5, 5), 3), "^in_channels must be a positive integer or"),
             Row(name, "in_channels is a string", lambda kind=kind: kind("5", 3), "^in_channels must be a list of integers", TypeError),
             Row(name, "x is a list", lambda kind=kind: kind(5, 3)([[1.0]], EDGES), "^x must be a tensor", TypeError),
             Row(name, "x is None", lambda kind=kind: kind(5, 3)(None, EDGES), "^x must be a tensor", TypeError),

@@ -35,7 +35,7 @@ FOREIGN = re.compile(
 # Entries without an argument that could be malformed, bases of others, and what is returned and never made by a caller.
 WITHOUT_ARGUMENTS = {
     "CapturedHeads", "Causal", "Certificate", "Dense", "Explanation", "HeadMetrics", "METRICS", "ROLES", "ablation", "corpus", "Manifold", "KeyValues", "Neighbourhood", "Page", "Position",
-    "Pretrained", "Score", "SelfDominance", "CapturedVariance", "default", "optim",
+    "Pretrained", "Score", "SelfDominance", "CapturedVariance", "load_default", "optim",
 }  # fmt: skip
 # Modules whose functions are public without a list of their names.
 FUNCTIONS = (

@@ -8,8 +8,8 @@ from polyhead import ALiBi, Causal, Dot, GATv2, Padding, Segments, Window
 from polyhead._torch import native
 from polyhead.metrics import blockwise, streaming
 from polyhead.metrics import compute as metrics_compute
+from polyhead.metrics.attention_parts import DensePart
 from polyhead.metrics.compute import MetricRequest, compute_metrics
-from polyhead.metrics.parts import DensePart
 from polyhead.prepare import AttentionOptions, check_and_make_call
 
 pytestmark = pytest.mark.skipif(native is None, reason="there are no C++ kernels: the streamed pass is NOT tested")
@@ -48,10 +48,10 @@ def make_requests(part):
     marked = torch.rand(*batch, keys) < 0.4
     at = torch.randint(-1, keys, (queries,))
     names = [
-        ("entropy",), ("distance",), ("received",), ("mass", -1), ("mass", 0), ("mass", 2), ("mass_on", marked),
-        ("mass_on", marked[..., :] ^ True), ("mass_at", at), ("top", min(3, keys)), ("top", 1), ("heatmap", 5),
-        ("received", torch.rand(*batch, heads, queries)), ("heatmap", 9), ("diversity",), ("mass_on", marked | True),
-        ("mass_on", marked), ("mass_on", marked), ("mass_at", torch.randint(-1, keys, (*batch, 1, queries))),
+        ("entropy",), ("distance",), ("received",), ("mass", -1), ("mass", 0), ("mass", 2), ("mass_on_keys", marked),
+        ("mass_on_keys", marked[..., :] ^ True), ("mass_at_key", at), ("top", min(3, keys)), ("top", 1), ("heatmap", 5),
+        ("received", torch.rand(*batch, heads, queries)), ("heatmap", 9), ("diversity",), ("mass_on_keys", marked | True),
+        ("mass_on_keys", marked), ("mass_on_keys", marked), ("mass_at_key", torch.randint(-1, keys, (*batch, 1, queries))),
     ]  # fmt: skip
     return [
         MetricRequest(name, tuple(arguments), contribution)
@@ -145,7 +145,7 @@ def test_many_requests_share_one_pass(monkeypatch):
     requests = [
         MetricRequest(*q) for q in (
             ("entropy",), ("received", (None,)), ("mass", (-1,)), ("top", (4,)), ("heatmap", (8,)),
-            ("received", (None,), True), ("heatmap", (8,), True), ("mass_on", (torch.ones(67),), True),
+            ("received", (None,), True), ("heatmap", (8,), True), ("mass_on_keys", (torch.ones(67),), True),
         )
     ]  # fmt: skip
     compute_metrics(part, requests, contribution_norm=contribution_norm)

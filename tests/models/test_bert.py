@@ -60,7 +60,7 @@ def difference(a: Tensor, b: Tensor) -> float:
 @THE_DEFAULT
 @torch.no_grad()
 def test_the_default_model_agrees_with_transformers(transformers: Any) -> None:
-    model, tokenizer = models.default()
+    model, tokenizer = models.load_default()
     peer = transformers.BertModel.from_pretrained(checkpoint_files.find_checkpoint_folder(DEFAULT_PACKAGE)).eval()
     ids, lengths = batch([tokenizer(text).ids for text in TEXTS])
     keep = real(lengths)
@@ -68,14 +68,14 @@ def test_the_default_model_agrees_with_transformers(transformers: Any) -> None:
     for over in (Padding(lengths), Padding(keep), keep[:, None, None, :]):
         hidden = model(ids, over=over)
         assert difference(hidden[keep], expected.last_hidden_state[keep]) < 1e-5
-        assert difference(model.pooled(hidden), expected.pooler_output) < 1e-5
+        assert difference(model.pool(hidden), expected.pooler_output) < 1e-5
     alone = tokenizer(TEXTS[2]).ids
     assert difference(model(alone), hidden[2, : len(alone)]) < 1e-5
 
 
 @THE_DEFAULT
 def test_the_default_tokenizer_agrees_with_transformers(transformers: Any) -> None:
-    tokenizer = models.default().tokenizer
+    tokenizer = models.load_default().tokenizer
     peer = transformers.AutoTokenizer.from_pretrained(checkpoint_files.find_checkpoint_folder(DEFAULT_PACKAGE))
     for text in (*TEXTS, "", "naïve 北京 😀 " * 100):
         assert tokenizer(text).ids.tolist() == peer(text, truncation=False)["input_ids"]
@@ -85,7 +85,7 @@ def test_the_default_tokenizer_agrees_with_transformers(transformers: Any) -> No
 def test_the_default_model_loads_quickly() -> None:
     """In a separate process: torch's compiler, which takes seconds to load, is not imported."""
     code = (
-        "import sys, time, torch\nfrom polyhead import models\nstart = time.perf_counter()\nmodel, tokenizer = models.default()\n"
+        "import sys, time, torch\nfrom polyhead import models\nstart = time.perf_counter()\nmodel, tokenizer = models.load_default()\n"
         "model(tokenizer('The cat').ids)\nprint(time.perf_counter() - start)\nassert 'torch._dynamo' not in sys.modules"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -119,7 +119,7 @@ def test_checkpoints_of_transformers_are_read(
     if kind == "BertForMaskedLM":
         assert model.pooler is None
     else:
-        assert difference(model.pooled(hidden), expected.pooler_output) < 1e-5
+        assert difference(model.pool(hidden), expected.pooler_output) < 1e-5
     if kind in ("BertForMaskedLM", "BertForPreTraining"):
         theirs = peer(ids)
         logits = theirs.logits if kind == "BertForMaskedLM" else theirs.prediction_logits
@@ -200,7 +200,7 @@ def test_training_updates_every_parameter() -> None:
     ids = torch.randint(0, 101, (4, 37))
     hidden = model(ids)
     assert not torch.equal(hidden, model(ids))
-    (model.logits(hidden).logsumexp(-1).sum() + model.pooled(hidden).sum()).backward()
+    (model.logits(hidden).logsumexp(-1).sum() + model.pool(hidden).sum()).backward()
     assert all(parameter.grad is not None and parameter.grad.isfinite().all() for parameter in model.parameters())
     model.eval()
     assert torch.equal(model(ids), model(ids))

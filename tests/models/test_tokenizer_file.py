@@ -200,7 +200,7 @@ def test_bounds_do_not_change_real_tokenizers(name: str, times: int, tmp_path: P
     assert tokenizer(text).ids.tolist() == native.encode(text).ids
     words = text.split()
     spaced = [f" {word}" if number and tokenizer._needs_spaces else word for number, word in enumerate(words)]
-    assert tokenizer.of_words(words).ids.tolist() == native.encode(spaced, is_pretokenized=True).ids
+    assert tokenizer.encode_words(words).ids.tolist() == native.encode(spaced, is_pretokenized=True).ids
     ids = native.encode(text).ids
     assert tokenizer.decode(ids) == native.decode(ids)
 

@@ -77,25 +77,25 @@ def test_words_of_a_text(tokenizer: Tokenizer, text: str, words: tuple[str, ...]
 
 def test_words_of_a_split_sentence(tokenizer: Tokenizer) -> None:
     words = ["The", "don't", "", "\u200b", "unhappy-cat", "ran"]
-    tokens = tokenizer.of_words(words)
+    tokens = tokenizer.encode_words(words)
     assert tokens.words == tuple(words)
     assert tokens.word_of == (None, 0, 1, 1, 1, 4, 4, 4, 4, 5, None)
-    assert tokenizer.of_words([]).pieces == ("[CLS]", "[SEP]")
+    assert tokenizer.encode_words([]).pieces == ("[CLS]", "[SEP]")
 
 
-def test_shortened_truncates_a_text(tokenizer: Tokenizer) -> None:
+def test_truncate_shortens_a_text(tokenizer: Tokenizer) -> None:
     tokens = tokenizer("the unhappyly cat ran")
-    assert tokens.shortened(8) is tokens
-    short = tokens.shortened(5)
+    assert tokens.truncate(8) is tokens
+    short = tokens.truncate(5)
     assert (len(short), len(tokens)) == (5, 8)
     assert short.pieces == ("[CLS]", "the", "un", "##happy", "[SEP]")
     assert short.words == ("the", "unhappyly")
     assert short.word_of == (None, 0, 1, 1, None)
     assert short.ids.tolist() == [*tokens.ids[:4].tolist(), 3]
-    assert tokens.shortened(2).words == ()
-    assert len(tokenizer("[SEP] " * 900).shortened(512)) == 512
+    assert tokens.truncate(2).words == ()
+    assert len(tokenizer("[SEP] " * 900).truncate(512)) == 512
     with pytest.raises(ValueError, match="limit must be more than 1, the number of special tokens at the end, got 1"):
-        tokens.shortened(1)
+        tokens.truncate(1)
 
 
 def test_mask_id(tokenizer: Tokenizer) -> None:
@@ -108,9 +108,9 @@ def test_mask_id(tokenizer: Tokenizer) -> None:
     [
         (lambda t: t(["The", "cat"]), "text must be a str, got list"),
         (lambda t: t("cat \ud800"), "text must be valid Unicode, got the surrogate .* at index 4"),
-        (lambda t: t.of_words("The cat"), "words must be a list of str, got 'The cat'"),
-        (lambda t: t.of_words(["The", 3]), "words must be a list of str, got .*3"),
-        (lambda t: t.of_words(["a", "\udcff"]), "words must be valid Unicode, got the surrogate .* at index 0"),
+        (lambda t: t.encode_words("The cat"), "words must be a list of str, got 'The cat'"),
+        (lambda t: t.encode_words(["The", 3]), "words must be a list of str, got .*3"),
+        (lambda t: t.encode_words(["a", "\udcff"]), "words must be valid Unicode, got the surrogate .* at index 0"),
     ],
 )
 def test_invalid_texts_are_refused(tokenizer: Tokenizer, call: object, message: str) -> None:
@@ -167,11 +167,11 @@ def test_words_of_a_byte_level_tokenizer(byte_level: Tokenizer) -> None:
 
 def test_split_sentences_of_a_byte_level_tokenizer(byte_level: Tokenizer) -> None:
     """The words of a treebank give the tokens of the sentence."""
-    tokens = byte_level.of_words(["The", "cats", "isn't", "", "北京"])
+    tokens = byte_level.encode_words(["The", "cats", "isn't", "", "北京"])
     assert tokens.ids.tolist()[:3] == byte_level("The cats isn't 北京").ids.tolist()[:3]
     assert "Ġcats" in tokens.pieces or "Ġcat" in tokens.pieces
     assert tokens.words == ("The", "cats", "isn't", "", "北京")
-    assert byte_level.decode(byte_level.of_words(["The", "cat"]).ids) == "The cat"
+    assert byte_level.decode(byte_level.encode_words(["The", "cat"]).ids) == "The cat"
 
 
 def test_delimiters_of_a_byte_level_tokenizer(byte_level: Tokenizer) -> None:
@@ -214,9 +214,9 @@ def test_invalid_ids_are_refused(byte_level: Tokenizer, ids: Any, message: str) 
 
 
 def test_tokens_of_pieces_have_no_ids():
-    names = Tokens.of_pieces(["Ann", "Bob"])
+    names = Tokens.from_pieces(["Ann", "Bob"])
     assert (names.pieces, names.word_of, names.words) == (("Ann", "Bob"), (0, 1), ("Ann", "Bob"))
     assert len(names.ids) == 0 and names.special == (False, False)
-    assert names.shortened(1).pieces == ("Ann",) and len(names.shortened(1).ids) == 0
-    pieces = Tokens.of_pieces(["[CLS]", "un", "##do"], [None, 0, 0], ["undo"])
+    assert names.truncate(1).pieces == ("Ann",) and len(names.truncate(1).ids) == 0
+    pieces = Tokens.from_pieces(["[CLS]", "un", "##do"], [None, 0, 0], ["undo"])
     assert pieces.special == (True, False, False) and pieces.words == ("undo",)

@@ -70,8 +70,8 @@ def test_heads_are_those_of_the_checkpoint(tmp_path: Path) -> None:
     assert equal(read, model)
     assert read.config == model.config
     hidden = read(torch.tensor([1, 2]))
-    with pytest.raises(ValueError, match="pooled needs a pooler, got a model without one"):
-        read.pooled(hidden)
+    with pytest.raises(ValueError, match="pool needs a pooler, got a model without one"):
+        read.pool(hidden)
     with pytest.raises(ValueError, match="logits needs a masked-LM head, got a model without one"):
         read.logits(hidden)
 

@@ -203,9 +203,9 @@ def test_normalised_adjacency():
     A = (torch.rand(6, 6, dtype=torch.float64) < 0.5).double()
     A.fill_diagonal_(1)
     A = torch.maximum(A, A.T)
-    graph = Graph(A.to_sparse()).normalised()
+    graph = Graph(A.to_sparse()).gcn_normalise()
     dense = torch.zeros_like(A).index_put((graph.edge_index[1], graph.edge_index[0]), graph.weights.double())
-    torch.testing.assert_close(dense.numpy(), definition.normalised(A.numpy()), atol=1e-7, rtol=1e-6)
+    torch.testing.assert_close(dense.numpy(), definition.gcn_normalise(A.numpy()), atol=1e-7, rtol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -223,7 +223,7 @@ def test_another_neighbourhood_filters_the_edges(other, graph_last):
     # of two graphs the left one is filtered
     both = other & graph if graph_last and not isinstance(other, Graph) else graph & other
     sizes = polyhead.neighbourhood.Sizes((), 1, 9, 9)
-    allowed = other.within(True).mask(sizes, torch.device("cpu")).reshape(9, 9)
+    allowed = other.bind_self_attention(True).mask(sizes, torch.device("cpu")).reshape(9, 9)
     kept = [e for e in range(60) if allowed[pairs[1, e], pairs[0, e]]]
     assert both.edge_ids.tolist() == kept
     assert torch.equal(both.edge_index, pairs[:, kept])
@@ -293,11 +293,11 @@ def test_several_signals_on_one_graph():
 
 
 def test_degrees_of_zero_and_other_devices():
-    graph = Graph(torch.tensor([[0, 1], [1, 1]]), 3).normalised()
+    graph = Graph(torch.tensor([[0, 1], [1, 1]]), 3).gcn_normalise()
     torch.testing.assert_close(graph.weights, torch.tensor([0.0, 0.5]))
     A = torch.zeros(3, 3)
     A[1, 0] = A[1, 1] = 1
-    torch.testing.assert_close(definition.normalised(A.numpy())[1].tolist(), [0.0, 0.5, 0.0])
+    torch.testing.assert_close(definition.gcn_normalise(A.numpy())[1].tolist(), [0.0, 0.5, 0.0])
     moved = graph.to("meta")
     assert moved.csr.edge_id.device.type == moved.weights.device.type == "meta"
 
@@ -317,11 +317,11 @@ def test_a_filter_of_another_size_is_refused():
 
 def test_gradients_of_normalised_weights():
     weights = torch.tensor([0.0, 1.0], requires_grad=True)
-    graph = Graph(torch.tensor([[0, 1], [0, 1]]), 2, weights=weights).normalised()
+    graph = Graph(torch.tensor([[0, 1], [0, 1]]), 2, weights=weights).gcn_normalise()
     (gradient,) = torch.autograd.grad(graph.weights.sum(), weights)
     assert gradient.isfinite().all()
-    with pytest.raises(ValueError, match="normalised: degrees must be 0 or more, got -1"):
-        Graph(torch.tensor([[0], [0]]), 1, weights=torch.tensor([-1.0])).normalised()
+    with pytest.raises(ValueError, match="gcn_normalise: degrees must be 0 or more, got -1"):
+        Graph(torch.tensor([[0], [0]]), 1, weights=torch.tensor([-1.0])).gcn_normalise()
 
 
 def test_a_graph_without_destinations_is_filtered():

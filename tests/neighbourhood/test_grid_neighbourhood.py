@@ -76,7 +76,7 @@ def test_prefix_tokens_see_all_and_are_seen_by_all():
     rotated, unrotated = heads.weights[:, :, 0], plain(x)[1].weights[:, :, 0]
     assert torch.allclose(rotated[..., 1] / rotated[..., 0], unrotated[..., 1] / unrotated[..., 0], rtol=1e-4)
     assert not torch.allclose(rotated[..., 2] / rotated[..., 0], unrotated[..., 2] / unrotated[..., 0], rtol=1e-4)
-    assert heads.around(1).shape == (2, 2, 3, 3)
+    assert heads.average_by_offset(1).shape == (2, 2, 3, 3)
     assert "on special tokens" in heads.plot(at=0).axes[0].get_title()
 
 
@@ -173,7 +173,7 @@ def test_a_grid_filters_a_graph():
 def test_distances_on_a_grid_are_between_points(over):
     torch.manual_seed(0)
     lattice = over.lattice
-    points = lattice.keys(CPU).float()
+    points = lattice.key_coordinates(CPU).float()
     distance = torch.cdist(points, points)
     distance[: lattice.prefix] = distance[:, : lattice.prefix] = 0
     layer = MultiHeadAttention(8, 2)
@@ -200,7 +200,7 @@ def test_a_difference_of_indices_determines_the_offset():
         Grid(4, 9, window=3, dilation=3),
     ):
         assert over.offset_is_unique
-        points = over.lattice.keys(CPU)
+        points = over.lattice.key_coordinates(CPU)
         key, query = over.pairs(CPU)
         assert torch.equal(over.offset_of(key - query), points[key] - points[query])
     assert not Grid(4, 5, window=(3, 7)).offset_is_unique and not Grid(4, 5).offset_is_unique

@@ -24,7 +24,7 @@ from polyhead import (
     Window,
     attend,
 )
-from polyhead.neighbourhood import Both, Rows
+from polyhead.neighbourhood import BatchRows, Both
 from polyhead.neighbourhood.csr import CSR
 
 PAIRS = torch.tensor([[0, 1, 2, 2, 0, 5, 3], [1, 0, 0, 1, 0, 4, 5]])
@@ -52,7 +52,7 @@ NEIGHBOURHOODS = {
     "mask by head": lambda: Mask(torch.rand(1, 2, 6, 6) > 0.3),
     "masks": lambda: Mask(torch.rand(2, 1, 6, 6) > 0.3),
     "joined": lambda: Causal() & Window(2) & Padding([4, 6]) & Mask(torch.rand(6, 6) > 0.3),
-    "rows": lambda: Rows(Padding([2, 6, 3]), (3,), (slice(0, 2),)),
+    "rows": lambda: BatchRows(Padding([2, 6, 3]), (3,), (slice(0, 2),)),
     "graph": graph,
     "rich graph": lambda: graph(features=torch.randn(7, 3), weights=torch.rand(7)),
     "filtered graph": lambda: graph(weights=torch.rand(7)) & Window(1),

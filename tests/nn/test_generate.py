@@ -118,7 +118,7 @@ def test_failed_step_leaves_the_caches_unchanged() -> None:
     model = transformer()
     source, target = torch.randint(VOCAB, (2, 7)), torch.randint(VOCAB, (2, 5))
     with torch.no_grad():
-        kept, caches = model.begin(model.encode(source), 6)
+        kept, caches = model.prepare_decoding(model.encode(source), 6)
         with pytest.raises(ValueError, match="lengths must be at most the number of keys, 7, got 9"):
             model.decode(target, kept, memory_over=Padding([9, 9]), caches=caches)
         assert [cache.length for cache in caches] == [0, 0, 0]

@@ -114,7 +114,7 @@ def _inspect_text(arguments: argparse.Namespace, stderr: Console, console: Conso
     text_model = TextModel.from_tokenizer(model, tokenizer)
     notes = []
     if text_model.positions is not None and len(tokens) > text_model.positions:
-        truncated = tokens.shortened(text_model.positions)
+        truncated = tokens.truncate(text_model.positions)
         notes.append(f"The text was truncated to {len(truncated):,} of {len(tokens):,} tokens, the maximum of {name}.")
         tokens = truncated
     with stderr.status("Running the model …"), torch.no_grad(), capture(model) as seen:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from polyhead._checks import check_integer, check_integers, is_integer, short_repr
 from polyhead.metrics import blockwise
-from polyhead.metrics.parts import DensePart, Part
+from polyhead.metrics.attention_parts import DensePart, Part
 from polyhead.neighbourhood import Lattice
 from polyhead.neighbourhood.lattice import format_sizes, unravel_index
 from polyhead.plots import QueryMarker, plot_around_query, plot_over_image
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 IndexOrPoint = int | Sequence[int]
-# The largest number of offsets in `around`.
+# The largest number of offsets in `average_by_offset`.
 _MAX_OFFSETS = 2**24
 
 
@@ -100,7 +100,7 @@ def find_token_grid(part: Part, grid: Sequence[int] | None) -> TokenGrid:
 def average_by_offset(
     part: Part, grid: TokenGrid, reach: int | Sequence[int], name: str = "reach"
 ) -> Float[Tensor, "... heads *window"]:
-    """The weights by offset of the key from the query: see `Heads.around`. `name` is the caller's argument for the reach."""
+    """The weights by offset of the key from the query: see `Heads.average_by_offset`. `name` is the caller's argument for the reach."""
     assert isinstance(part, DensePart)
     sizes = grid.lattice.sizes
     reaches = (
@@ -112,7 +112,7 @@ def average_by_offset(
     check_integer(f"{name}: the number of points around a query", offsets, 1, _MAX_OFFSETS)
     queries = part.indices("queries")
     queries = queries[queries >= grid.queries]
-    points = grid.lattice.queries(part.call.q.device)
+    points = grid.lattice.query_coordinates(part.call.q.device)
     # special tokens have rows too, so that the index of a query is its row
     points = torch.cat((points.new_zeros(grid.queries, len(sizes)), points))
     return blockwise.mean_weights_by_offset(part._replace(queries=queries), points, sizes, grid.keys, reaches)
@@ -154,6 +154,6 @@ def _check_plottable(grid: TokenGrid, axes: tuple[int, ...]) -> None:
     number = len(grid.lattice.sizes)
     if number not in axes:
         raise ValueError(
-            f"grid must have {' or '.join(map(str, axes))} axes for this picture, got {number}; heads.around and heads.weights "
+            f"grid must have {' or '.join(map(str, axes))} axes for this picture, got {number}; heads.average_by_offset and heads.weights "
             "return the numbers"
         )

@@ -22,7 +22,7 @@ def unit_slice(index: int, size: int) -> slice:
     return slice(index % size, index % size + 1)
 
 
-def index_selection(axis: str, own: Int[Tensor, " own"], index: Index) -> Int[Tensor, " some"]:
+def index_into_selection(axis: str, own: Int[Tensor, " own"], index: Index) -> Int[Tensor, " some"]:
     """Index the indices `own` that a view has on an axis."""
     if isinstance(index, slice):
         return own[index]

@@ -29,8 +29,8 @@ NEEDED_FOR_WEIGHTS = ("q", "k", "over", "score", "position", "bias", "sink", "ca
 WATCHED_TENSORS = (*NEEDED_FOR_WEIGHTS, "v", "outputs", "W_O", "gate")
 
 
-def tensor_versions(call: Call, origin: Origin, cache: Any) -> tuple[object, ...]:
-    """The versions of everything that a view refers to, in the order of `WATCHED_TENSORS`."""
+def view_fingerprint(call: Call, origin: Origin, cache: Any) -> tuple[object, ...]:
+    """The identity and version of every tensor that a view refers to, in the order of `WATCHED_TENSORS`."""
     q, k, v, over, score, relative_bias, bias, sink, _, _ = call
     # a cache appends in place, and counts its other changes itself
     cached = cache is not None

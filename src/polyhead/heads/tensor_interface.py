@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from polyhead.heads.indexing import unit_slice
-from polyhead.metrics.parts import Part, select_rows
+from polyhead.metrics.attention_parts import Part, select_batch_rows
 
 if TYPE_CHECKING:
     import numpy as np
@@ -30,7 +30,7 @@ class TensorInterface(ABC):
     def numpy(self) -> np.ndarray[Any, Any]: ...
 
     @abstractmethod
-    def _fresh_part(self, *also: str) -> Part: ...
+    def _part_if_unchanged(self, *also: str) -> Part: ...
 
     @property
     def shape(self) -> torch.Size:
@@ -50,7 +50,7 @@ class TensorInterface(ABC):
             raise IndexError(f"too many indices: {len(indices)} for a view of {len(self.shape)} axes")
         slices = [unit_slice(i, n) if isinstance(i, int) else i for i, n in zip(full, self.shape, strict=True)]
         own = len(self._part.axes)
-        part = select_rows(self._fresh_part(), tuple(slices[:-own]))
+        part = select_batch_rows(self._part_if_unchanged(), tuple(slices[:-own]))
         for axis, s in zip(part.axes, slices[-own:], strict=True):
             if s != slice(None):
                 part = part.select(axis, part.indices(axis)[s])

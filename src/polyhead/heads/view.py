@@ -15,13 +15,13 @@ from torch.utils import _pytree as pytree
 
 from polyhead._checks import WrongType, check_integer, describe_type, short_repr
 from polyhead.heads.grid_view import IndexOrPoint, average_by_offset, find_token_grid, plot_offsets, plot_query
-from polyhead.heads.indexing import Index, index_selection, unit_slice
-from polyhead.heads.origin import NEEDED_FOR_WEIGHTS, WATCHED_TENSORS, Origin, tensor_versions
+from polyhead.heads.indexing import Index, index_into_selection, unit_slice
+from polyhead.heads.origin import NEEDED_FOR_WEIGHTS, WATCHED_TENSORS, Origin, view_fingerprint
 from polyhead.heads.tensor_interface import TensorInterface
 from polyhead.kernels import Call
 from polyhead.metrics import blockwise
+from polyhead.metrics.attention_parts import Part, make_part, select_batch_rows
 from polyhead.metrics.compute import KeysToSum, MetricRequest, compute_metrics, mass_request
-from polyhead.metrics.parts import Part, part_of, select_rows
 from polyhead.neighbourhood import Neighbourhood, broadcasts_to
 from polyhead.plots import heat_maps_html, plot_heat_maps
 
@@ -52,9 +52,9 @@ class Heads(TensorInterface):
     """
 
     def __init__(self, call: Call, origin: Origin, cache: Any = None) -> None:
-        self._part: Part = part_of(call)
+        self._part: Part = make_part(call)
         self._origin = origin
-        self._versions = None if torch.compiler.is_compiling() else tensor_versions(call, origin, cache)
+        self._versions = None if torch.compiler.is_compiling() else view_fingerprint(call, origin, cache)
         self._cache = cache
 
     # weights and outputs
@@ -62,12 +62,12 @@ class Heads(TensorInterface):
     @property
     def weights(self) -> Float[Tensor, "... heads queries keys"]:
         """The weights as a tensor, computed at each access; differentiable."""
-        return self._fresh_part().weights().to(self.dtype)
+        return self._part_if_unchanged().weights().to(self.dtype)
 
     @property
     def outputs(self) -> Float[Tensor, "... heads queries value_dim"]:
         """Each head's own output, before the heads are combined."""
-        self._fresh_part("outputs")
+        self._part_if_unchanged("outputs")
         return self._part.select_outputs(self._origin.outputs)
 
     def contribution(self) -> Heads:
@@ -78,7 +78,7 @@ class Heads(TensorInterface):
         return self._with_part(self._part._replace(contribution_norm=self._contribution_norm()))
 
     def _contribution_norm(self) -> Float[Tensor, "... all_heads all_keys"]:
-        call, w_o, gate = self._fresh_part("v", "W_O", "gate").call, self._origin.w_o, self._origin.gate
+        call, w_o, gate = self._part_if_unchanged("v", "W_O", "gate").call, self._origin.w_o, self._origin.gate
         if call.v.is_inference():
             # inference tensors cannot be saved for backward: the result has no gradients
             w_o, gate = (None if x is None else x.detach() for x in (w_o, gate))
@@ -104,20 +104,21 @@ class Heads(TensorInterface):
         for axis, index in (("heads", heads), ("edges", edges), ("queries", queries), ("keys", keys)):
             if index is None:
                 continue
-            part = part.select(axis, index_selection(axis, part.indices(axis), index))
+            part = part.select(axis, index_into_selection(axis, part.indices(axis), index))
         return self._with_part(part)
 
-    def row(self, batch: int) -> Heads:
+    def select_batch_entry(self, batch: int) -> Heads:
         """A view on one row of the batch, by its index in the flattened batch axes; no axis is removed."""
-        part, origin = self._fresh_part("v", "outputs", "W_O", "gate"), self._origin
+        part, origin = self._part_if_unchanged("v", "outputs", "W_O", "gate"), self._origin
         lead = self.shape[: -len(part.axes)]
         batch = check_integer("batch", batch, 0, lead.numel() - 1)
         index = np.unravel_index(batch, lead) if lead else ()
         at = tuple(unit_slice(int(i), n) for i, n in zip(index, lead, strict=True))
-        view = self._with_part(select_rows(part, at))
+        view = self._with_part(select_batch_rows(part, at))
         lse = None if origin.lse is None else origin.lse[at]
         view._origin = origin._replace(outputs=origin.outputs[at], lse=lse)
-        view._versions = None if self._versions is None else tensor_versions(view._part.call, view._origin, self._cache)
+        if self._versions is not None:
+            view._versions = view_fingerprint(view._part.call, view._origin, self._cache)
         return view
 
     @property
@@ -153,7 +154,7 @@ class Heads(TensorInterface):
         Each is a method's name, or a tuple of its name and arguments: `heads.measure("entropy", ("mass", "previous"), ("top", 3))`.
         `("contribution", "received")` is `heads.contribution().received()`.
         """
-        part = self._fresh_part()
+        part = self._part_if_unchanged()
         requests = [self._make_request(metric) for metric in metrics]
         norm = part.contribution_norm
         if norm is None and any(request.contribution for request in requests):
@@ -250,7 +251,7 @@ class Heads(TensorInterface):
         Spearman's correlation of two queries' scores of all keys, regardless of the neighbourhood, averaged over pairs of
         queries. At most `queries` queries are compared, evenly spaced. Edge features are left out: most pairs have no edge.
         """
-        call = self._fresh_part().call
+        call = self._part_if_unchanged().call
         number = call.sizes.queries
         queries = check_integer("queries", queries, 2)
         if number < 2:
@@ -259,7 +260,7 @@ class Heads(TensorInterface):
         agreement = blockwise.agreement(call, compared)
         return agreement if self._part.heads is None else agreement.index_select(-1, self._part.heads)
 
-    def around(
+    def average_by_offset(
         self, reach: int | Sequence[int], grid: Sequence[int] | None = None
     ) -> Float[Tensor, "... heads *window"]:
         """On a grid: the weights by offset of the key from the query, `(..., heads, 2·reach + 1, …)`, one axis per axis of the grid.
@@ -272,7 +273,7 @@ class Heads(TensorInterface):
             grid: if the neighbourhood has no coordinates: the sizes of the grid that fills the last keys; the keys before it are
                 special tokens.
         """
-        part = self._fresh_part()
+        part = self._part_if_unchanged()
         return average_by_offset(part, find_token_grid(part, grid), reach)
 
     # pictures
@@ -291,7 +292,7 @@ class Heads(TensorInterface):
         """A picture of each head, as a matplotlib Figure (`pip install polyhead[plot]`).
 
         `plot()` draws heat-maps, queries x keys. On a grid with rows and columns, `plot(image=photo, at=(3, 5))` overlays the
-        weights of one query on the image, and `plot(around=2)` draws `around(2)`.
+        weights of one query on the image, and `plot(around=2)` draws `average_by_offset(2)`.
 
         Args:
             batch: the row of the batch.
@@ -302,7 +303,7 @@ class Heads(TensorInterface):
             at: the query: its row and column, or its index, such as 0 for [CLS]; by default the one in the middle. It counts
                 queries, not keys: with a stride of 4, query (6, 5) is at the keys' point (24, 20). Without an image only the
                 weights are drawn.
-            grid: as in `around`: for attention whose neighbourhood has no coordinates.
+            grid: as in `average_by_offset`: for attention whose neighbourhood has no coordinates.
             around: the largest offset from the query.
         """
         measure = self._quantity_name()
@@ -324,7 +325,7 @@ class Heads(TensorInterface):
                 f"around must be left out with image or at, got {short_repr(around)}; it draws the mean over all queries, which has no "
                 "position on an image"
             )
-        part = self.row(batch)._part
+        part = self.select_batch_entry(batch)._part
         token_grid = find_token_grid(part, grid)
         if around is not None:
             return plot_offsets(part, token_grid, around, measure)
@@ -345,7 +346,7 @@ class Heads(TensorInterface):
 
     def _row_heatmaps(self, batch: int, size: int) -> Float[Tensor, "heads height width"]:
         """The heat-maps of one row of the batch."""
-        maps = self.row(batch).heatmap(size).detach()
+        maps = self.select_batch_entry(batch).heatmap(size).detach()
         return maps.reshape(maps.shape[-3:])
 
     # copies
@@ -364,7 +365,7 @@ class Heads(TensorInterface):
         return (w.float() if w.dtype == torch.bfloat16 else w).numpy()
 
     def _copy_tensors(self, copy_tensor: Callable[[Tensor], Tensor]) -> Heads:
-        self._fresh_part(*WATCHED_TENSORS)
+        self._part_if_unchanged(*WATCHED_TENSORS)
         copied: Heads = pytree.tree_map(copy_tensor, self._with_part(self._part))
         part = copied._part
         copied._part = part._replace(call=part.call._replace(score=copy.deepcopy(part.call.score)))
@@ -372,11 +373,11 @@ class Heads(TensorInterface):
 
     # staleness
 
-    def _fresh_part(self, *also: str) -> Part:
+    def _part_if_unchanged(self, *also: str) -> Part:
         """The part; raises where its tensors, or `also` these, have changed since the call."""
         if self._versions is None:
             return self._part
-        now = tensor_versions(self._part.call, self._origin, self._cache)
+        now = view_fingerprint(self._part.call, self._origin, self._cache)
         versions = zip(WATCHED_TENSORS, self._versions, now, strict=True)
         stale = [n for n, before, after in versions if before != after and (n in NEEDED_FOR_WEIGHTS or n in also)]
         if stale:

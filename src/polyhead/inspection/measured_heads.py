@@ -75,7 +75,7 @@ class MeasuredLayer:
     @cached_property
     def view(self) -> Heads:
         """A lasting view of the batch entry, on the CPU."""
-        return self.heads.row(self._batch).cpu()
+        return self.heads.select_batch_entry(self._batch).cpu()
 
     @cached_property
     def weights(self) -> Float[Tensor, "heads queries keys"]:

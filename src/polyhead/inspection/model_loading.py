@@ -29,7 +29,7 @@ def load_model_and_tokenizer(name: str | None = None) -> tuple[nn.Module, Tokeni
         ImportError: if a library is missing, with the command that installs it.
     """
     if name is None:
-        return models.default()
+        return models.load_default()
     found = resolve_model_folder_or_hub_id(name)
     if isinstance(found, Path) and _read_model_type(found) in (None, *CLASS_BY_MODEL_TYPE):
         return models.load(found)

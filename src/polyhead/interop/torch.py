@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from polyhead._checks import check_tensor
+from polyhead._checks import check_dense_tensor
 from polyhead._torch import is_fx_proxy, record_fx_call, refuse_scripting
-from polyhead.attend import run
+from polyhead.attend import run_call
 from polyhead.kernels.reference import pair_weights
 from polyhead.neighbourhood import Causal, Dense, Mask, Neighbourhood, Padding, Window
 from polyhead.nn.attention import MultiHeadAttention
@@ -95,7 +95,7 @@ class MultiheadAttention(nn.MultiheadAttention):
             )
         dropout = self.dropout if self.training else 0.0
         call = check_and_make_call(q, k, v, AttentionOptions(over, bias=bias, dropout=dropout))
-        output: Tensor = self.out_proj(_merge_heads(run(call)[0], batch_axis))
+        output: Tensor = self.out_proj(_merge_heads(run_call(call)[0], batch_axis))
         p = pair_weights(call).to(q.dtype) if need_weights else None
         if p is not None and average_attn_weights:
             p = p.mean(1)
@@ -126,7 +126,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         for name, x, features in inputs:
             if getattr(x, "is_nested", False):
                 raise ValueError(f"{name} must be a padded tensor, got a nested one; pass a key_padding_mask with it")
-            shape = tuple(check_tensor(name, x, f"({axes}, {features})").shape)
+            shape = tuple(check_dense_tensor(name, x, f"({axes}, {features})").shape)
             if len(shape) not in (2, 3) or shape[-1] != features:
                 raise ValueError(
                     f"{name} must have shape ({axes}, {features}), or (items, {features}) without a batch, got {shape}"
@@ -159,7 +159,7 @@ def _check_mask(name: str, mask: Tensor | None, shapes: dict[str, tuple[int, ...
     """Raise for a mask of the wrong dtype or shape; `shapes` maps the names of axes to the shapes that are allowed."""
     if mask is None:
         return
-    check_tensor(name, mask, " or ".join(shapes))
+    check_dense_tensor(name, mask, " or ".join(shapes))
     if mask.dtype != torch.bool and not mask.is_floating_point():
         raise ValueError(
             f"{name} must be bool, True = no attention, or floating-point values to add, got {mask.dtype}; pass {name}.bool()"

@@ -23,11 +23,11 @@ _KERNELS_BY_NEIGHBOURHOOD = {Graph: GRAPH_KERNELS, Grid: GRID_KERNELS, Offsets: 
 
 
 def candidate_kernels(call: Call) -> tuple[Kernel, ...]:
-    """The candidates for a call: along edges on a `Graph`, on the points of a `Grid`, along keys elsewhere."""
+    """The kernels from which `attend.choose_kernel` chooses, in order: along edges on a `Graph`, on the points of a `Grid`, along keys elsewhere."""
     return _KERNELS_BY_NEIGHBOURHOOD.get(type(call.over), SEQUENCE_KERNELS)
 
 
-def attention_weights_of(call: Call) -> Float[Tensor, "... heads queries keys"] | Float[Tensor, "... heads edges"]:
+def compute_attention_weights(call: Call) -> Float[Tensor, "... heads queries keys"] | Float[Tensor, "... heads edges"]:
     """The weights of a call before dropout, in at least fp32: one per pair, or on a graph one per edge."""
     return edge_weights(call) if isinstance(call.over, Graph) else pair_weights(call)
 
@@ -40,6 +40,6 @@ __all__ = [
     "Call",
     "Kernel",
     "OutputAndLse",
-    "attention_weights_of",
     "candidate_kernels",
+    "compute_attention_weights",
 ]

@@ -150,8 +150,8 @@ class _OperatorInputs(NamedTuple):
         return (self.k if self.v is None else self.v).shape[-1]
 
 
-class _PaddedTensors:
-    """The tensors of one call as the kernels need them: contiguous, with features padded to a multiple of the step."""
+class _KernelArguments:
+    """The arguments of one call as the C++ kernels need them: contiguous tensors with padded features, and scalar options."""
 
     def __init__(self, inputs: _OperatorInputs) -> None:
         _check_inputs(inputs)
@@ -188,7 +188,7 @@ class _PaddedTensors:
         }  # fmt: skip
         return {name: _pointer_or_null(x) for name, x in tensors.items()}
 
-    def check_ids(self, in_range: bool) -> None:
+    def raise_unless_ids_valid(self, in_range: bool) -> None:
         """Raise if a kernel found ids out of range."""
         if not in_range:
             check_csr_values(self.csr, self.options["sources"], self.options["destinations"])
@@ -239,10 +239,10 @@ def _pointer_or_null(x: Tensor | None) -> int:
 
 def _edges_forward(*args: Any) -> tuple[Tensor, Tensor]:
     inputs = _OperatorInputs(*args)
-    problem, q = _PaddedTensors(inputs), inputs.q
+    problem, q = _KernelArguments(inputs), inputs.q
     out, lse = q.new_empty(*q.shape[:3], problem.dim), q.new_empty(q.shape[:3])
-    in_range = native.forward(**problem.options, **problem.pointers(), out=out.data_ptr(), lse=lse.data_ptr())
-    problem.check_ids(in_range)
+    in_range = native.edges_forward(**problem.options, **problem.pointers(), out=out.data_ptr(), lse=lse.data_ptr())
+    problem.raise_unless_ids_valid(in_range)
     width = inputs.value_width
     return (out if width == problem.dim else out[..., :width].contiguous()), lse
 
@@ -256,7 +256,7 @@ def _edges_forward_fake(*args: Any) -> tuple[Tensor, Tensor]:
 def _edges_backward(d_out: Tensor, d_lse: Tensor | None, out: Tensor, lse: Tensor, *args: Any) -> tuple[Tensor, ...]:
     *given, needed = args
     inputs = _OperatorInputs(*given)
-    problem = _PaddedTensors(inputs)
+    problem = _KernelArguments(inputs)
     _check_gradients(d_out, d_lse, out, lse, inputs)
     csr = problem.csr
     # the kernels write nothing if there is nothing to sum over
@@ -270,13 +270,13 @@ def _edges_backward(d_out: Tensor, d_lse: Tensor | None, out: Tensor, lse: Tenso
     )
     out, lse, d_out = problem.pad(out), lse.contiguous(), problem.pad(d_out)
     d_lse = None if d_lse is None else d_lse.contiguous()
-    in_range = native.backward(
+    in_range = native.edges_backward(
         **problem.options, **problem.pointers(), out_indptr=csr.out_indptr.data_ptr(), out_slot=csr.out_slot.data_ptr(),
         out_indices=csr.out_indices.data_ptr(), out=out.data_ptr(), lse=lse.data_ptr(), d_out=d_out.data_ptr(),
         d_lse=_pointer_or_null(d_lse), dq=dq.data_ptr(), dk=dk.data_ptr(), dv=_pointer_or_null(dv), da=_pointer_or_null(da),
         d_inside=_pointer_or_null(d_inside), d_weights=_pointer_or_null(d_weights), d_features=_pointer_or_null(d_features), d_map=_pointer_or_null(d_map),
     )  # fmt: skip
-    problem.check_ids(in_range)
+    problem.raise_unless_ids_valid(in_range)
     gradients = (dq, dk, dv, da, d_inside, d_features, d_map, d_weights)
     return tuple(
         dq.new_empty(0) if g is None or x is None else g if g.shape == x.shape else g[..., : x.shape[-1]].contiguous()
@@ -314,11 +314,13 @@ def _attend_by_edges_torch(*args: Any) -> OutputAndLse:
         q, k = q[..., None], k[..., None]
         one = q.new_ones(q.shape[2], 1)
         features = inputs.inside
-        score: Score = GAT.of(one, one, None if features is None else torch.eye(len(one)).to(q), negative_slope=factor)
+        score: Score = GAT.from_tensors(
+            one, one, None if features is None else torch.eye(len(one)).to(q), negative_slope=factor
+        )
     elif kind == _SCORE_KINDS[GATv2]:
         assert inputs.a is not None
         edge = inputs.edge
-        score = GATv2.of(inputs.a, None if edge is None else edge.transpose(-2, -1), negative_slope=factor)
+        score = GATv2.from_tensors(inputs.a, None if edge is None else edge.transpose(-2, -1), negative_slope=factor)
     else:
         score = Dot(factor)
     graph = Graph(inputs.csr.edge_index, (k.shape[1], q.shape[1]), features, inputs.weights)

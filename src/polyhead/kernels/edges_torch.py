@@ -62,9 +62,9 @@ def _edge_scores(call: Call, pairs: Int[Tensor, "2 edges"]) -> Float[Tensor, "..
     """The scores in at least fp32."""
     graph, heads = call.over, call.sizes.heads
     assert isinstance(graph, Graph)
-    wide = torch.promote_types(call.q.dtype, torch.float32)
+    compute_dtype = torch.promote_types(call.q.dtype, torch.float32)
     # widened before rows are gathered: the gradient of a row is a sum over its edges
-    q, k = call.q.to(wide), repeat_grouped_heads(call.k.to(wide), heads)
+    q, k = call.q.to(compute_dtype), repeat_grouped_heads(call.k.to(compute_dtype), heads)
 
     def block(source: Tensor, destination: Tensor, features: Tensor | None) -> Tensor:
         return call.score.pairs(q.index_select(-2, destination), k.index_select(-2, source), features)
@@ -77,8 +77,8 @@ def _edge_scores(call: Call, pairs: Int[Tensor, "2 edges"]) -> Float[Tensor, "..
     if call.relative_bias is not None:
         # positions are the indices of the nodes
         step = pairs[0] - pairs[1] - (graph.sources - graph.destinations)
-        s = s + call.relative_bias.to(wide)[..., step + (graph.sources - 1)]
-    return s if call.bias is None else s + call.bias.to(wide)
+        s = s + call.relative_bias.to(compute_dtype)[..., step + (graph.sources - 1)]
+    return s if call.bias is None else s + call.bias.to(compute_dtype)
 
 
 def sum_over_edges(

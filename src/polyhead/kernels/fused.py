@@ -212,10 +212,10 @@ def match_widths_and_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Ten
         k, v = repeat_grouped_heads(k, heads), repeat_grouped_heads(v, heads)
     if q.stride(-1) == k.stride(-1) == v.stride(-1) == 1 and 1 not in q.stride()[:-1]:
         return q, k, v
-    return _without_overlap(with_unit_stride(q)), with_unit_stride(k), with_unit_stride(v)
+    return _copy_if_overlapping(with_unit_stride(q)), with_unit_stride(k), with_unit_stride(v)
 
 
-def _without_overlap(q: Tensor) -> Tensor:
+def _copy_if_overlapping(q: Tensor) -> Tensor:
     """Copy q if another axis than the features has stride 1: the fused kernel lays its output out like q, and would confuse the axes."""
     overlaps = any(n > 1 and step == 1 for n, step in zip(q.shape[:-1], q.stride()[:-1], strict=True))
     return q.contiguous() if overlaps else q

@@ -31,7 +31,7 @@ class AtOffsets:
             with without_autocast(call.q.device):
                 return attend_gathered(call, index)
         # the softmax of a single score is 1
-        out = _fetch_values(*_append_zero_row(call.v, index[..., 0]))
+        out = _gather_values(*_append_zero_row(call.v, index[..., 0]))
         if call.dropout > 0:
             out = out * _dropout_factor(call, index)
         return out.to(call.v.dtype), None if call.sink is None else _gathered_scores(call, index)[..., 0]
@@ -44,7 +44,7 @@ def _append_zero_row(
     return F.pad(to_at_least_fp32(x), (0, 0, 0, 1)), index.masked_fill(index < 0, x.shape[-2])
 
 
-def _fetch_values(
+def _gather_values(
     v: Float[Tensor, "... value_heads keys dim"], index: Int[Tensor, "heads queries"]
 ) -> Float[Tensor, "... heads queries dim"]:
     """The value of the key of each head and query, laid out with heads inside items: merging the heads copies nothing."""

@@ -30,7 +30,7 @@ class Reference:
         return "the graph has duplicate edges" if call.over.duplicates else None
 
     def __call__(self, call: Call) -> OutputAndLse:
-        s, hidden = _scores_and_hidden(call)
+        s, hidden = _scores_and_forbidden_pairs(call)
         p, lse = softmax_and_lse(s)
         if call.dropout > 0:
             p = p * pair_keep_mask(call) / (1 - call.dropout)
@@ -70,10 +70,10 @@ def masked_scores(
 
     `span` is an interval of keys, [first, stop).
     """
-    return _scores_and_hidden(call, queries, heads, span)[0]
+    return _scores_and_forbidden_pairs(call, queries, heads, span)[0]
 
 
-def _scores_and_hidden(
+def _scores_and_forbidden_pairs(
     call: Call,
     queries: Int[Tensor, " rows"] | None = None,
     heads: Int[Tensor, " some"] | None = None,
@@ -86,8 +86,8 @@ def _scores_and_hidden(
     row = torch.arange(rows, device=device) if queries is None else queries
     begin, end = (0, keys) if span is None else span
     q = select_unless_broadcast(call.q, -2, queries)
-    wide = torch.promote_types(q.dtype, torch.float32)
-    k = (call.k if span is None else call.k[..., begin:end, :]).to(wide)
+    compute_dtype = torch.promote_types(q.dtype, torch.float32)
+    k = (call.k if span is None else call.k[..., begin:end, :]).to(compute_dtype)
     # other scores may have parameters per head: they compute all heads
     early = heads if type(call.score) is Dot else None
     q = select_unless_broadcast(q, -3, early)
@@ -95,14 +95,17 @@ def _scores_and_hidden(
     key, position = torch.arange(begin, end, device=device), row[:, None] + (keys - rows)
     hidden = ~call.over.allows(head[:, None, None], position, key)
     with without_autocast(device):
-        s = _unmasked_scores(call, q.to(wide), k, hidden)
+        s = _unmasked_scores(call, q.to(compute_dtype), k, hidden)
     if heads is not None and early is None:
         s = s.index_select(-3, heads)
     if call.relative_bias is not None:
-        s = s + select_unless_broadcast(call.relative_bias, -2, heads).to(wide)[..., key - position + (keys - 1)]
+        s = (
+            s
+            + select_unless_broadcast(call.relative_bias, -2, heads).to(compute_dtype)[..., key - position + (keys - 1)]
+        )
     if call.bias is not None:
         bias = call.bias if call.bias.shape[-1] == 1 else call.bias[..., begin:end]
-        s = s + select_unless_broadcast(select_unless_broadcast(bias, -3, heads), -2, queries).to(wide)
+        s = s + select_unless_broadcast(select_unless_broadcast(bias, -3, heads), -2, queries).to(compute_dtype)
     return s.masked_fill(hidden, -torch.inf), hidden
 
 

@@ -127,7 +127,7 @@ class _TiledProblem:
     def additive_mask(self, tile: Tile, hidden: Tensor | None) -> Tensor | None:
         """The bias of a tile, -inf at hidden pairs; None if nothing is added."""
         add = None
-        for part in (self._relative_bias_of(tile), None if self.bias is None else _slice_to_tile(self.bias, tile)):
+        for part in (self._relative_bias_in_tile(tile), None if self.bias is None else _slice_to_tile(self.bias, tile)):
             if part is not None:
                 add = part.to(self.dtype) if add is None else add + part.to(self.dtype)
         if add is not None:
@@ -146,13 +146,17 @@ class _TiledProblem:
 
         torch's kernel masks a causal tile itself.
         """
-        band = self._band(tile) if tile.shape == "ragged" or (self.plain and tile.shape == "causal") else None
+        band = (
+            self._pairs_outside_intervals(tile)
+            if tile.shape == "ragged" or (self.plain and tile.shape == "causal")
+            else None
+        )
         keep = None if self.mask is None else _slice_to_tile(self.mask, tile)
         if keep is None or keep.all():
             return band
         return ~keep if band is None else band | ~keep
 
-    def _band(self, tile: Tile) -> Tensor:
+    def _pairs_outside_intervals(self, tile: Tile) -> Tensor:
         """The pairs outside the intervals, (rows or 1, 1, queries, keys); consecutive tiles of the same outline share it."""
         rows = slice(0, 1) if len(self._low) == 1 else slice(tile.b0, tile.b1)
         low = self._low[rows, tile.q0 : tile.q1] - tile.k0
@@ -164,12 +168,12 @@ class _TiledProblem:
             self._last_band = outline, (key < begin) | (key >= end)
         return self._last_band[1]
 
-    def _diagonals(self, tile: Tile) -> Tensor:
+    def _relative_bias_indices(self, tile: Tile) -> Tensor:
         """For each pair of a tile, the index of its distance in the table."""
         query = torch.arange(tile.q0, tile.q1, device=self.device)[:, None] + (self.keys - self.queries)
         return torch.arange(tile.k0, tile.k1, device=self.device) - query + (self.keys - 1)
 
-    def _relative_bias_of(self, tile: Tile) -> Tensor | None:
+    def _relative_bias_in_tile(self, tile: Tile) -> Tensor | None:
         if self.table is None:
             return None
         # row i of the tile is a slice of the table that begins one entry before the slice of row i - 1
@@ -177,7 +181,7 @@ class _TiledProblem:
         entries = self.table[:, left : left + (tile.q1 - tile.q0) + (tile.k1 - tile.k0) - 1]
         return entries.unfold(-1, tile.k1 - tile.k0, 1).flip(-2)[None]
 
-    def kept_pairs(self, tile: Tile) -> Tensor | None:
+    def dropout_keep_mask(self, tile: Tile) -> Tensor | None:
         """The pairs of a tile that dropout keeps; None without dropout."""
         if self.dropout == 0:
             return None
@@ -190,7 +194,7 @@ class _TiledProblem:
     def add_bias_gradients(self, tile: Tile, ds: Tensor, d_table: Tensor, d_bias: Tensor) -> None:
         """Add the gradient of a tile's scores to the gradients of the table and of the bias."""
         if d_table.numel():
-            at = self._diagonals(tile).flatten().expand(self.heads, -1)
+            at = self._relative_bias_indices(tile).flatten().expand(self.heads, -1)
             d_table.scatter_add_(1, at, ds.sum(0).flatten(1).to(d_table.dtype))
         if d_bias.numel():
             into = _slice_to_tile(d_bias, tile)
@@ -255,7 +259,7 @@ def _forward_tiles(work: _TiledProblem, q: Tensor, k: Tensor, v: Tensor, out: Te
                 tq, tk, tv = (x.to(work.dtype) for x in parts)
                 hidden = hidden if work.leave_out_hidden else None
                 o, n = forward_plain(
-                    tq, tk, tv, add, hidden, work.kept_pairs(tile), scale=work.scale, dropout=work.dropout
+                    tq, tk, tv, add, hidden, work.dropout_keep_mask(tile), scale=work.scale, dropout=work.dropout
                 )
             else:
                 o, n = forward_flash(*parts, add, causal=tile.shape == "causal", scale=work.scale)
@@ -285,8 +289,8 @@ def _tiled_backward(
     check_operand("out", out, (batch, heads, queries, v.shape[3]), v)
     check_operand("lse", lse, (batch, heads, queries), lse)
     check_operand("d_lse", d_lse, (batch, heads, queries), lse)
-    wide = torch.promote_types(q.dtype, torch.float32)
-    dq, dk, dv, d_table, d_bias = gradients = tuple(_empty_gradients(q, k, v, options, wide))
+    compute_dtype = torch.promote_types(q.dtype, torch.float32)
+    dq, dk, dv, d_table, d_bias = gradients = tuple(_empty_gradients(q, k, v, options, compute_dtype))
     # a row without keys has no gradient: with lse 0 its weights are exp(-inf) = 0, not exp(-inf + inf)
     inputs = with_unit_stride(d_out), d_lse, q, k, v, out, lse.masked_fill(lse == -torch.inf, 0.0)
     work = _TiledProblem(q, k.shape[-2], options)
@@ -319,7 +323,7 @@ def _backward_tiles(work: _TiledProblem, inputs: tuple[Any, ...], gradients: tup
                     t_lse,
                     add,
                     hidden,
-                    work.kept_pairs(tile),
+                    work.dropout_keep_mask(tile),
                     scale=work.scale,
                     dropout=work.dropout,
                 )
@@ -334,12 +338,14 @@ def _backward_tiles(work: _TiledProblem, inputs: tuple[Any, ...], gradients: tup
 
 
 def _empty_gradients(
-    q: Tensor, k: Tensor, v: Tensor, options: _OperatorOptions, wide: torch.dtype | None
+    q: Tensor, k: Tensor, v: Tensor, options: _OperatorOptions, compute_dtype: torch.dtype | None
 ) -> Iterator[Tensor]:
-    """The gradients, uninitialised. Those of keys and values are summed over tiles, in dtype `wide` if given."""
+    """The gradients, uninitialised. Those of keys and values are summed over tiles, in dtype `compute_dtype` if given."""
     yield empty_item_major(q)
     for x in (k, v):
-        yield x.new_empty(x.shape[0], x.shape[2], x.shape[1], x.shape[3], dtype=wide or x.dtype).transpose(1, 2)
+        yield x.new_empty(x.shape[0], x.shape[2], x.shape[1], x.shape[3], dtype=compute_dtype or x.dtype).transpose(
+            1, 2
+        )
     for learned in (options.table, options.bias):
         yield q.new_empty(0) if learned is None or not options.plain else learned.new_empty(learned.shape)
 

@@ -48,15 +48,15 @@ def plan_tiles(
     if len(first) > 1 and (first == first[0]).all() and (stop == stop[0]).all():
         first, stop = first[:1], stop[:1]
     if len(first) == 1:
-        return list(_tiles_of_row(first[0], stop[0], 0, batch, block, whole))
+        return list(_tiles_of_batch_row(first[0], stop[0], 0, batch, block, whole))
     if together and (stop > first).any():
         live = stop > first
         k0, k1 = int(first[live].min()), int(stop[live].max())
         return [Tile(0, batch, 0, first.shape[1], k0, k1, "ragged")]
-    return [tile for b in range(batch) for tile in _tiles_of_row(first[b], stop[b], b, b + 1, block, whole)]
+    return [tile for b in range(batch) for tile in _tiles_of_batch_row(first[b], stop[b], b, b + 1, block, whole)]
 
 
-def _tiles_of_row(first: Bounds, stop: Bounds, b0: int, b1: int, block: int, whole: bool) -> Iterator[Tile]:
+def _tiles_of_batch_row(first: Bounds, stop: Bounds, b0: int, b1: int, block: int, whole: bool) -> Iterator[Tile]:
     for q0, q1 in _runs_of_queries(first, stop):
         tile = _bounding_tile(first, stop, b0, b1, q0, q1)
         if tile is None:

@@ -44,4 +44,6 @@ def _pairs_as_graph(grid: Grid, device: torch.device) -> Graph:
     """The pairs of a grid as a graph, sorted once for all layers and steps."""
     # tensors created in inference mode cannot be used in training
     with torch.inference_mode(False):
-        return Graph(grid.pairs(device), (len(grid.lattice.keys(device)), len(grid.lattice.queries(device))))
+        return Graph(
+            grid.pairs(device), (len(grid.lattice.key_coordinates(device)), len(grid.lattice.query_coordinates(device)))
+        )

@@ -11,7 +11,7 @@ from polyhead._torch import is_torch_intercepted, is_tracing_or_dataless, native
 
 # Fewer numbers are not worth a second thread.
 _MIN_PARALLEL_NUMBERS = 1 << 16
-# the dtypes that `native.small_finite` takes, by their code there
+# the dtypes that `native.small_tensors_finite` takes, by their code there
 _DTYPE_CODES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
 
 
@@ -45,7 +45,7 @@ def small_tensors_finite(*tensors: Tensor) -> bool:
     arguments: list[object] = []
     for x in tensors:
         arguments += (x.data_ptr(), x.shape, x.stride())
-    return native.small_finite(kind, *arguments)
+    return native.small_tensors_finite(kind, *arguments)
 
 
 def increment_counters(tensors: Sequence[Tensor]) -> None:
@@ -55,7 +55,7 @@ def increment_counters(tensors: Sequence[Tensor]) -> None:
         and {x.dim() for x in tensors} == {0}
         and _are_readable_in_cpp(tensors)
     ):
-        native.count([x.data_ptr() for x in tensors])
+        native.increment_floats([x.data_ptr() for x in tensors])
         torch.autograd.graph.increment_version(tensors)
     else:
         torch._foreach_add_(list(tensors), 1)

@@ -26,18 +26,24 @@ _MIN_PARALLEL_WORK = 1 << 16
 class StepRule:
     """How an optimizer turns a gradient r into a step of `scale` · d.
 
-    first = keep · first + add · r, and d = now · r + ahead · first; without a first moment, d = r.
-    second = keep_second · second + (1 − keep_second) · r², and d is divided by √second · root + eps.
+    first = momentum · first + gradient_factor · r, and d = direct_factor · r + momentum_factor · first; without a first
+    moment, d = r. second = beta2 · second + (1 − beta2) · r², and d is divided by √second · root_factor + eps.
     """
 
     scale: float
-    keep: float = 0.0
-    add: float = 1.0
-    now: float = 0.0
-    ahead: float = 1.0
+    """The learning rate, with its sign and Adam's bias correction."""
+    momentum: float = 0.0
+    """SGD's momentum, Adam's beta1."""
+    gradient_factor: float = 1.0
+    """1 − dampening, or 1 − beta1."""
+    direct_factor: float = 0.0
+    """1 for Nesterov momentum, else 0."""
+    momentum_factor: float = 1.0
+    """The momentum for Nesterov momentum, else 1."""
     second: Literal["elementwise", "scalar"] | None = None
-    keep_second: float = 0.0
-    root: float = 1.0
+    beta2: float = 0.0
+    root_factor: float = 1.0
+    """The bias correction of √second."""
     eps: float = 0.0
     tangent: bool = False
     """Whether d is projected onto the tangent space."""
@@ -57,12 +63,12 @@ def refuses_step(on: Manifold, rule: StepRule, columns: Sequence[Sequence[Tensor
     if native is None:
         return f"there are no C++ kernels: {native_missing_reason}"
     if type(on) is not Stiefel or on.retraction != "polar":
-        return f"it retracts to the nearest point of the Stiefel manifold, got {on!r}"
+        return f"only Stiefel with retraction='polar' is supported, got {on!r}"
     if is_tracing_or_dataless() or is_torch_intercepted():
         return "torch compiles, transforms or intercepts the step"
     x = columns[0][0]
     if x.dtype not in (torch.float32, torch.float64):
-        return f"it computes in fp32 and fp64, got {x.dtype}"
+        return f"only float32 and float64 are supported, got {x.dtype}"
     for place, column in enumerate(columns):
         if not {type(y) for y in column} <= {Tensor, nn.Parameter} or {y.is_cpu for y in column} != {True}:
             return "it takes plain tensors on the CPU"
@@ -108,8 +114,8 @@ def step_in_place(
         first=_addresses(first), first_strides=_matrix_strides(on, first),
         second=_addresses(second), second_strides=[copies, 1, 0] if scalar else _matrix_strides(on, second),
         canonical=on.metric == "canonical", copies=copies, tangent=rule.tangent, transport=rule.transport and len(first) > 0,
-        sign=-1.0 if maximize else 1.0, keep=rule.keep, add=rule.add, now=rule.now, ahead=rule.ahead,
-        keep_second=rule.keep_second, root=rule.root, eps=rule.eps, scale=rule.scale,
+        sign=-1.0 if maximize else 1.0, momentum=rule.momentum, gradient_factor=rule.gradient_factor,
+        direct_factor=rule.direct_factor, momentum_factor=rule.momentum_factor, beta2=rule.beta2, root_factor=rule.root_factor, eps=rule.eps, scale=rule.scale,
         threads=torch.get_num_threads() if work > _MIN_PARALLEL_WORK else 1,
     )  # fmt: skip
     # autograd must notice if it has saved one of these tensors

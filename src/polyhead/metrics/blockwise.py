@@ -18,7 +18,7 @@ from polyhead._torch import is_tracing_or_dataless, to_at_least_fp32, under_tran
 from polyhead.kernels.call import Call
 from polyhead.kernels.reference import masked_scores
 from polyhead.kernels.tiles import Bounds
-from polyhead.metrics.parts import DensePart, part_of
+from polyhead.metrics.attention_parts import DensePart, make_part
 from polyhead.neighbourhood import Dense
 from polyhead.neighbourhood.lattice import ravel_index
 
@@ -46,8 +46,8 @@ def _measure_blocks(part: DensePart, measure: BlockMetric[MetricValue]) -> Itera
     queries, keys = part.indices("queries"), part.shape[-1]
     needs_grad = torch.is_grad_enabled() and not under_transform() and weights_require_grad(part)
     if needs_grad:
-        # widened here, not per block: the gradients of all blocks are summed in the wide dtype
-        part = part._replace(call=_widen_call(part.call))
+        # widened here, not per block: the gradients of all blocks are summed in fp32 or fp64
+        part = part._replace(call=_call_to_at_least_fp32(part.call))
     for rows, span in _block_spans(part):
         columns = slice(0, keys) if span is None else slice(*span)
         block = partial(_measure_block, part, measure, span, columns)
@@ -120,7 +120,7 @@ def weights_require_grad(part: DensePart) -> bool:
     return any(x is not None and x.requires_grad for x in sources)
 
 
-def _widen_call(call: Call) -> Call:
+def _call_to_at_least_fp32(call: Call) -> Call:
     table, bias, sink = (None if x is None else to_at_least_fp32(x) for x in (call.relative_bias, call.bias, call.sink))
     return call._replace(
         q=to_at_least_fp32(call.q), k=to_at_least_fp32(call.k), relative_bias=table, bias=bias, sink=sink
@@ -148,7 +148,10 @@ def distance(part: DensePart) -> Float[Tensor, "... heads queries"]:
     if lattice is None:
         return _measure_per_query(part, lambda p, query, key, columns: (p * (key - query).abs()).sum(-1))
     offset, prefix = part.call.sizes.keys - part.call.sizes.queries, lattice.prefix
-    query_points, key_points = lattice.queries(part.call.q.device), lattice.keys(part.call.q.device)
+    query_points, key_points = (
+        lattice.query_coordinates(part.call.q.device),
+        lattice.key_coordinates(part.call.q.device),
+    )
 
     def point_distance(p: Tensor, query: Tensor, key: Tensor, columns: slice) -> Tensor:
         index = query[:, 0] - offset
@@ -164,14 +167,14 @@ def mass(part: DensePart, offset: int) -> Float[Tensor, "... heads queries"]:
     return _measure_per_query(part, lambda p, query, key, columns: (p * (key - query == offset)).sum(-1))
 
 
-def mass_on(part: DensePart, marked: Float[Tensor, "... keys"]) -> Float[Tensor, "... heads queries"]:
+def mass_on_keys(part: DensePart, marked: Float[Tensor, "... keys"]) -> Float[Tensor, "... heads queries"]:
     """The weight of each query on the marked keys (1: marked)."""
     return _measure_per_query(
         part, lambda p, query, key, columns: (p * marked[..., None, None, columns].to(p.dtype)).sum(-1)
     )
 
 
-def mass_at(part: DensePart, at: Int[Tensor, "... #heads queries"]) -> Float[Tensor, "... heads queries"]:
+def mass_at_key(part: DensePart, at: Int[Tensor, "... #heads queries"]) -> Float[Tensor, "... heads queries"]:
     """The weight of each query on one key, given by its index; 0 for -1."""
     values = []
     for (rows, columns), p in _measure_blocks(part, lambda p, query, key, columns: p):
@@ -184,7 +187,7 @@ def received(
     part: DensePart, counts: Float[Tensor, "... #heads queries"] | None = None
 ) -> Float[Tensor, "... heads keys"]:
     """The weight that each key receives from all queries; `counts` multiplies the weights of each query."""
-    total = _wide_zeros(part, (*part.shape[:-2], part.shape[-1]))
+    total = _zeros_of_at_least_fp32(part, (*part.shape[:-2], part.shape[-1]))
     ones = total.new_ones(part.shape[-2])
     counts = ones if counts is None else counts.to(total.dtype)
     for (rows, columns), p in _measure_blocks(part, lambda p, query, key, columns: p):
@@ -193,9 +196,9 @@ def received(
     return total
 
 
-def _wide_zeros(part: DensePart, shape: tuple[int, ...]) -> Tensor:
-    wide = torch.promote_types(part.call.q.dtype, torch.float32)
-    return torch.zeros(shape, dtype=wide, device=part.call.q.device)
+def _zeros_of_at_least_fp32(part: DensePart, shape: tuple[int, ...]) -> Tensor:
+    compute_dtype = torch.promote_types(part.call.q.dtype, torch.float32)
+    return torch.zeros(shape, dtype=compute_dtype, device=part.call.q.device)
 
 
 def _pad_columns(x: Float[Tensor, "... some"], columns: slice, size: int) -> Float[Tensor, "... size"]:
@@ -219,7 +222,7 @@ def top(part: DensePart, k: int) -> tuple[Float[Tensor, "... heads queries k"], 
 def heatmap(part: DensePart, size: int) -> Float[Tensor, "... heads height width"]:
     """The weights averaged to at most size x size cells."""
     height, width = (min(size, max(n, 1)) for n in part.shape[-2:])
-    total = _wide_zeros(part, (*part.shape[:-2], height, width))
+    total = _zeros_of_at_least_fp32(part, (*part.shape[:-2], height, width))
     down, across = (
         averaging_matrix(n, number, total) for n, number in zip(part.shape[-2:], (height, width), strict=True)
     )
@@ -271,7 +274,7 @@ def mean_weights_by_offset(
         padded = torch.nn.functional.pad(p, (0, 1))
         return padded.gather(-1, column[index].expand(*p.shape[:-1], -1)).sum(-2)
 
-    total = _wide_zeros(part, (*part.shape[:-2], len(steps)))
+    total = _zeros_of_at_least_fp32(part, (*part.shape[:-2], len(steps)))
     for _, block_sum in _measure_blocks(part, by_step):
         total = total + block_sum
     return (total / max(1, part.shape[-2])).unflatten(-1, [2 * n + 1 for n in reach])
@@ -300,13 +303,13 @@ def agreement(call: Call, queries: Int[Tensor, " some"]) -> Float[Tensor, "... h
 
     1 is one ranking for all queries: *static* attention. Keys with equal scores share the mean of their ranks.
     """
-    wide = call._replace(q=call.q.double(), k=call.k.double(), over=Dense())
-    if "edges" in part_of(call).axes:
-        wide = wide._replace(bias=None)
+    call_fp64 = call._replace(q=call.q.double(), k=call.k.double(), over=Dense())
+    if "edges" in make_part(call).axes:
+        call_fp64 = call_fp64._replace(bias=None)
     # Σ unit_i·unit_j over all pairs i ≠ j is |Σ unit_i|² − Σ |unit_i|²: one query at a time suffices
     total = squares = call.q.new_zeros((), dtype=torch.float64)
     for query in queries:
-        rank = _doubled_mean_ranks(masked_scores(wide, query[None]))[..., 0, :]
+        rank = _doubled_mean_ranks(masked_scores(call_fp64, query[None]))[..., 0, :]
         centred = rank - rank.mean(-1, keepdim=True)
         unit = centred / clamp_to_tiny(centred.norm(dim=-1, keepdim=True))
         total, squares = total + unit, squares + unit.square().sum(-1)

@@ -12,7 +12,7 @@ from torch import Tensor
 from polyhead._checks import LARGEST_INT32, WrongType, check_integer, is_integer, short_repr
 from polyhead.kernels.reference import select_unless_broadcast
 from polyhead.metrics import blockwise, edges, streaming
-from polyhead.metrics.parts import DensePart, EdgePart, Part
+from polyhead.metrics.attention_parts import DensePart, EdgePart, Part
 from polyhead.metrics.streaming import MAX_KEY_SUMS, PassRequest, PassResult
 
 _METRIC_MODULES = {DensePart: blockwise, EdgePart: edges}
@@ -35,15 +35,15 @@ def mass_request(on: KeysToSum, queries: int, keys: int, device: torch.device) -
     """The request for the weight of each query on the keys `on`."""
     if isinstance(on, Tensor):
         if on.dtype == torch.bool and on.dim() and on.shape[-1] == keys:
-            return MetricRequest("mass_on", (on.to(device),))
+            return MetricRequest("mass_on_keys", (on.to(device),))
         if on.dtype in (torch.int64, torch.int32) and on.dim() and on.shape[-1] == queries:
-            return MetricRequest("mass_at", (on.to(device).long(),))
+            return MetricRequest("mass_at_key", (on.to(device).long(),))
         raise ValueError(
             f"on must be a bool tensor (..., {keys}), one value per key, or an integer tensor (..., {queries}), one key per "
             f"query, got {on.dtype} of shape {tuple(on.shape)}"
         )
     if on == "first":
-        return MetricRequest("mass_at", (torch.zeros(queries, dtype=torch.long, device=device),))
+        return MetricRequest("mass_at_key", (torch.zeros(queries, dtype=torch.long, device=device),))
     offset: Any = _NAMED_OFFSETS.get(on) if isinstance(on, str) else on
     if not is_integer(offset):
         raise WrongType(f"on must be one of {[*_NAMED_OFFSETS, 'first']}, an integer or a tensor, got {short_repr(on)}")
@@ -55,7 +55,7 @@ _MAX_EXACT_LSE = 64.0
 # Rows of keys that are gathered at once.
 _GATHERED_ROWS = 1 << 14
 # Metrics linear in the weights: a pass over weights also gives them of contributions, which are weights times a factor per key.
-_LINEAR_METRICS = ("received", "mass", "mass_at", "mass_on", "heatmap")
+_LINEAR_METRICS = ("received", "mass", "mass_at_key", "mass_on_keys", "heatmap")
 
 
 def compute_metrics(
@@ -80,15 +80,19 @@ def compute_metrics(
         on_grid = part.call.over.lattice is not None
         pending = [n for n, r in enumerate(requests) if _is_streamable(r) and not (on_grid and r.name == "distance")]
         while pending:
-            group = _next_group(requests, pending)
+            group = _next_requests_of_one_pass(requests, pending)
             results.update(
-                zip(group, _measure_group(part, [requests[n] for n in group], contribution_norm, lse), strict=True)
+                zip(
+                    group, _compute_in_one_pass(part, [requests[n] for n in group], contribution_norm, lse), strict=True
+                )
             )
             pending = [n for n in pending if n not in results]
-    return [results[n] if n in results else _compute_alone(part, r, contribution_norm) for n, r in enumerate(requests)]
+    return [
+        results[n] if n in results else _compute_separately(part, r, contribution_norm) for n, r in enumerate(requests)
+    ]
 
 
-def _compute_alone(part: Part, request: MetricRequest, contribution_norm: Tensor | None) -> Any:
+def _compute_separately(part: Part, request: MetricRequest, contribution_norm: Tensor | None) -> Any:
     part = part._replace(contribution_norm=contribution_norm) if request.contribution else part
     return getattr(_METRIC_MODULES[type(part)], request.name)(part, *request.arguments)
 
@@ -109,7 +113,7 @@ def _can_stream(part: DensePart, contribution_norm: Tensor | None) -> bool:
 
 
 def _is_streamable(request: MetricRequest) -> bool:
-    by_row = request.name == "mass_at" and request.arguments[0].dim() > 1
+    by_row = request.name == "mass_at_key" and request.arguments[0].dim() > 1
     return request.name in (*_LINEAR_METRICS, "entropy", "distance", "top") and not by_row
 
 
@@ -122,7 +126,7 @@ def _scales_weights(request: MetricRequest) -> bool:
     return request.contribution and request.name not in _LINEAR_METRICS
 
 
-def _next_group(requests: Sequence[MetricRequest], pending: list[int]) -> list[int]:
+def _next_requests_of_one_pass(requests: Sequence[MetricRequest], pending: list[int]) -> list[int]:
     """The pending requests that one pass computes together with the first of them."""
     first = requests[pending[0]]
     if _has_counts(first):
@@ -136,37 +140,37 @@ def _next_group(requests: Sequence[MetricRequest], pending: list[int]) -> list[i
             continue
         if request.name == "heatmap" and cells not in (0, request.arguments[0]):
             continue
-        sums += request.name == "mass_on"
-        if request.name == "mass_on" and sums > MAX_KEY_SUMS:
+        sums += request.name == "mass_on_keys"
+        if request.name == "mass_on_keys" and sums > MAX_KEY_SUMS:
             continue
         cells = request.arguments[0] if request.name == "heatmap" else cells
         group.append(n)
     return group
 
 
-def _measure_group(
+def _compute_in_one_pass(
     part: DensePart, requests: list[MetricRequest], contribution_norm: Tensor | None, lse: Tensor | None
 ) -> list[Any]:
-    """The metrics of one group of requests."""
+    """The metrics of requests that share one pass over the scores."""
     norm = None if contribution_norm is None else select_unless_broadcast(contribution_norm, -2, part.heads)
     result = streaming.run_pass(
         part.call,
-        _pass_request(part, requests, norm),
+        _make_pass_request(part, requests, norm),
         heads=part.heads,
         queries=part.queries,
         lse=_exact_lse(part, lse),
     )
     sums = iter(result.sums.unbind(-1))
-    return [next(sums) if r.name == "mass_on" else _read_result(part, r, result, norm) for r in requests]
+    return [next(sums) if r.name == "mass_on_keys" else _read_result(part, r, result, norm) for r in requests]
 
 
-def _pass_request(
+def _make_pass_request(
     part: DensePart, requests: list[MetricRequest], norm: Float[Tensor, "... heads keys"] | None
 ) -> PassRequest:
-    """One pass for a group of requests, as `_next_group` forms them."""
+    """One pass for a group of requests, as `_next_requests_of_one_pass` forms them."""
     first = requests[0]
     arguments = lambda name: [r.arguments[0] for r in requests if r.name == name]
-    sums = [_key_weights(part, r, norm) for r in requests if r.name == "mass_on"]
+    sums = [_key_weights(part, r, norm) for r in requests if r.name == "mass_on_keys"]
     return PassRequest(
         top=max(arguments("top"), default=0),
         cells=max(arguments("heatmap"), default=0),
@@ -180,7 +184,7 @@ def _pass_request(
 def _key_weights(
     part: DensePart, request: MetricRequest, norm: Float[Tensor, "... heads keys"] | None
 ) -> Float[Tensor, "... heads keys"]:
-    """The factor of each key in the sum that a request for `mass_on` is."""
+    """The factor of each key in the sum that a request for `mass_on_keys` is."""
     marked = request.arguments[0].expand(*part.call.sizes.batch, part.shape[-1])[..., None, :].float()
     return (marked * norm if request.contribution and norm is not None else marked).expand(*part.shape[:-2], -1)
 
@@ -250,7 +254,7 @@ def _scores_at(part: DensePart, at: Int[Tensor, " queries"]) -> Float[Tensor, ".
 
 
 def _are_allowed_at(part: DensePart, at: Int[Tensor, " queries"]) -> Tensor:
-    allowed = part.call.over.on_pairs(_query_positions(part), at, part.call.sizes.heads)
+    allowed = part.call.over.allows_pairs(_query_positions(part), at, part.call.sizes.heads)
     return allowed if part.heads is None or allowed.dim() < 2 else select_unless_broadcast(allowed, -2, part.heads)
 
 

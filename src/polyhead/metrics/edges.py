@@ -9,8 +9,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from polyhead.metrics.attention_parts import EdgePart
 from polyhead.metrics.blockwise import clamp_to_tiny
-from polyhead.metrics.parts import EdgePart
 
 
 def _sum_by_query(part: EdgePart, x: Float[Tensor, "... heads edges"]) -> Float[Tensor, "... heads queries"]:
@@ -40,13 +40,13 @@ def mass(part: EdgePart, offset: int) -> Float[Tensor, "... heads queries"]:
     return _sum_by_query(part, part.weights() * (_edge_offsets(part) == offset))
 
 
-def mass_on(part: EdgePart, marked: Float[Tensor, "... keys"]) -> Float[Tensor, "... heads queries"]:
+def mass_on_keys(part: EdgePart, marked: Float[Tensor, "... keys"]) -> Float[Tensor, "... heads queries"]:
     """The weight of each query on the marked keys (1: marked)."""
     p = part.weights()
     return _sum_by_query(part, p * marked.to(p.dtype)[..., None, :].index_select(-1, part.edge_index[0]))
 
 
-def mass_at(part: EdgePart, at: Int[Tensor, "... #heads queries"]) -> Float[Tensor, "... heads queries"]:
+def mass_at_key(part: EdgePart, at: Int[Tensor, "... #heads queries"]) -> Float[Tensor, "... heads queries"]:
     """The weight of each query on one key, given by its index; 0 for -1."""
     source, destination = part.edge_index
     return _sum_by_query(part, part.weights() * (at.index_select(-1, destination) == source))

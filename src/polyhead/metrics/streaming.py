@@ -164,7 +164,7 @@ class _ScoreBlocks:
         assert isinstance(call.score, Dot)
         self.call, self.factor = call, call.score.factor(q.shape[-1])
         self.position = queries + (self.keys - rows)
-        self.over = call.over.rows(batch, at)
+        self.over = call.over.select_batch_rows(batch, at)
         first, stop = (x.reshape(-1, rows)[0, queries] for x in self.over.interval(rows, self.keys, call.q.device))
         self.first, self.stop = first.clamp(0, self.keys).int(), torch.maximum(first, stop).clamp(0, self.keys).int()
         bias = call.bias

@@ -3,7 +3,7 @@
 from polyhead.models.bert import Bert
 from polyhead.models.gpt import Gpt
 from polyhead.models.llama import Llama
-from polyhead.models.pretrained import Pretrained, default, load
+from polyhead.models.pretrained import Pretrained, load, load_default
 from polyhead.models.tokenizer import Tokenizer, Tokens
 
-__all__ = ["Bert", "Gpt", "Llama", "Pretrained", "Tokenizer", "Tokens", "default", "load"]
+__all__ = ["Bert", "Gpt", "Llama", "Pretrained", "Tokenizer", "Tokens", "load", "load_default"]

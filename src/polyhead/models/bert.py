@@ -15,7 +15,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from polyhead._checks import describe_type
-from polyhead._renamed import MODEL_KEYS, accept_old_state_dict_keys
+from polyhead._old_checkpoints import MODEL_KEYS, accept_old_state_dict_keys
 from polyhead.models import checkpoint_files, checkpoint_reading
 from polyhead.models.checkpoint_model import CheckpointModel, NamedTensors
 from polyhead.models.tokenizer import check_sequence_length
@@ -117,7 +117,7 @@ class Bert(CheckpointModel):
     and the masked-LM head are read, others are ignored.
 
     Attributes:
-        pooler: the linear map of `pooled`, or None.
+        pooler: the linear map of `pool`, or None.
         masked_lm: the head of `logits`, or None; its decoder is tied to the token embedding.
     """
 
@@ -163,11 +163,11 @@ class Bert(CheckpointModel):
             x = layer(x, over=over)
         return x
 
-    def pooled(self, hidden: Float[Tensor, "... tokens d_model"]) -> Float[Tensor, "... d_model"]:
+    def pool(self, hidden: Float[Tensor, "... tokens d_model"]) -> Float[Tensor, "... d_model"]:
         """The vector of a text, as BERT was trained to compute it from the first token: tanh(W h)."""
         if self.pooler is None:
             raise ValueError(
-                "pooled needs a pooler, got a model without one; use Config(pooler=True) or a checkpoint that has it"
+                "pool needs a pooler, got a model without one; use Config(pooler=True) or a checkpoint that has it"
             )
         self._check_hidden(hidden)
         return torch.tanh(self.pooler(hidden[..., 0, :]))

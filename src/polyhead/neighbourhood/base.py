@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from polyhead._checks import check_tensor, describe_type
+from polyhead._checks import check_dense_tensor, describe_type
 from polyhead._torch import is_tracing_or_dataless, register_pytree_class
 from polyhead.neighbourhood.shapes import KeyInterval, Sizes, broadcasts_to, interval_around_true
 
@@ -61,7 +61,7 @@ class Neighbourhood(ABC):
         """Features per edge, on a graph that has them."""
         return None
 
-    def weight_shape(self, heads: int, queries: int, keys: int) -> tuple[str, tuple[int, ...]]:
+    def attention_axes(self, heads: int, queries: int, keys: int) -> tuple[str, tuple[int, ...]]:
         """The axes of the attention weights over it: their names, and their sizes without the batch."""
         return "(..., heads, queries, keys)", (heads, queries, keys)
 
@@ -77,7 +77,7 @@ class Neighbourhood(ABC):
         key = torch.arange(sizes.keys, device=device)
         return self.allows(head, query, key)
 
-    def on_pairs(
+    def allows_pairs(
         self, query: Int[Tensor, " pairs"], key: Int[Tensor, " pairs"], heads: int = 1
     ) -> Bool[Tensor, "... pairs"]:
         """`allows` for a list of pairs, in the first `heads` heads; the result has a head axis only where heads differ."""
@@ -86,19 +86,19 @@ class Neighbourhood(ABC):
         allowed: Tensor = torch.vmap(on_pair, chunk_size=1 << 16)(query, key)
         return allowed.movedim(0, -1)
 
-    def filtered(self, other: Neighbourhood) -> Neighbourhood | None:
+    def filter_edges(self, other: Neighbourhood) -> Neighbourhood | None:
         """This list of pairs, intersected with `other`; None for a neighbourhood that is not a pair list."""
         return None
 
-    def rows(self, batch: tuple[int, ...], at: tuple[slice, ...]) -> Neighbourhood:
+    def select_batch_rows(self, batch: tuple[int, ...], at: tuple[slice, ...]) -> Neighbourhood:
         """This neighbourhood in some rows of a batch."""
-        return Rows(self, batch, at)
+        return BatchRows(self, batch, at)
 
-    def within(self, self_attention: bool) -> Neighbourhood:
+    def bind_self_attention(self, self_attention: bool) -> Neighbourhood:
         """This neighbourhood with the information whether the queries are the keys."""
         return self
 
-    def real_queries(self, shape: tuple[int, ...]) -> Bool[Tensor, "... queries"] | None:
+    def unpadded_queries(self, shape: tuple[int, ...]) -> Bool[Tensor, "... queries"] | None:
         """Which of the queries (...batch, queries) are not padding; None where no query is known to be padding."""
         return None
 
@@ -136,7 +136,7 @@ class Neighbourhood(ABC):
         if not isinstance(other, (Neighbourhood, Tensor)):
             return NotImplemented
         other = as_neighbourhood(other)
-        filtered = other.filtered(self)
+        filtered = other.filter_edges(self)
         if filtered is not None:
             return filtered
         joined = [
@@ -189,7 +189,7 @@ class Mask(Neighbourhood):
                 "over must be a neighbourhood such as Causal() or Padding(lengths), or a bool tensor that is True where attention "
                 f"is allowed, got {describe_type(value)}"
             )
-        check_tensor("Mask: keep", keep, "(..., queries, keys)")
+        check_dense_tensor("Mask: keep", keep, "(..., queries, keys)")
         if keep.is_floating_point() or keep.is_complex():
             raise ValueError(
                 f"Mask: keep must be bool, True where attention is allowed, got {keep.dtype}; to add numbers to the scores pass "
@@ -259,7 +259,7 @@ class Mask(Neighbourhood):
             keep = keep.index_select(-3, head.flatten())
         return keep
 
-    def on_pairs(self, query: Tensor, key: Tensor, heads: int = 1) -> Tensor:
+    def allows_pairs(self, query: Tensor, key: Tensor, heads: int = 1) -> Tensor:
         queries, keys = self.keep.shape[-2:]
         return self.keep[..., :heads, (query - (keys - queries)).clamp(0, queries - 1), key]
 
@@ -269,7 +269,7 @@ class Mask(Neighbourhood):
         keep = keep.expand(*keep.shape[:-2], queries, keys)
         return interval_around_true(keep)
 
-    def rows(self, batch: tuple[int, ...], at: tuple[slice, ...]) -> Neighbourhood:
+    def select_batch_rows(self, batch: tuple[int, ...], at: tuple[slice, ...]) -> Neighbourhood:
         return Mask(self.keep.expand(*batch, *self.keep.shape[-3:])[at]) if self.keep.dim() > 3 else self
 
 
@@ -300,10 +300,10 @@ class Both(Neighbourhood):
             allowed = allowed & part.allows(head, query, key)
         return allowed
 
-    def on_pairs(self, query: Tensor, key: Tensor, heads: int = 1) -> Tensor:
-        allowed = self.parts[0].on_pairs(query, key, heads)
+    def allows_pairs(self, query: Tensor, key: Tensor, heads: int = 1) -> Tensor:
+        allowed = self.parts[0].allows_pairs(query, key, heads)
         for part in self.parts[1:]:
-            allowed = allowed & part.on_pairs(query, key, heads)
+            allowed = allowed & part.allows_pairs(query, key, heads)
         return allowed
 
     def check(self, sizes: Sizes) -> None:
@@ -320,15 +320,15 @@ class Both(Neighbourhood):
     def leaves(self) -> tuple[Tensor, ...]:
         return tuple(tensor for part in self.parts for tensor in part.leaves())
 
-    def real_queries(self, shape: tuple[int, ...]) -> Tensor | None:
-        known = [real for part in self.parts if (real := part.real_queries(shape)) is not None]
+    def unpadded_queries(self, shape: tuple[int, ...]) -> Tensor | None:
+        known = [real for part in self.parts if (real := part.unpadded_queries(shape)) is not None]
         return torch.stack(known).all(0) if known else None
 
-    def rows(self, batch: tuple[int, ...], at: tuple[slice, ...]) -> Neighbourhood:
-        return Both(*(part.rows(batch, at) for part in self.parts))
+    def select_batch_rows(self, batch: tuple[int, ...], at: tuple[slice, ...]) -> Neighbourhood:
+        return Both(*(part.select_batch_rows(batch, at) for part in self.parts))
 
-    def within(self, self_attention: bool) -> Neighbourhood:
-        return Both(*(part.within(self_attention) for part in self.parts))
+    def bind_self_attention(self, self_attention: bool) -> Neighbourhood:
+        return Both(*(part.bind_self_attention(self_attention) for part in self.parts))
 
     def __repr__(self) -> str:
         return " & ".join(repr(part) for part in self.parts)
@@ -341,7 +341,7 @@ def _check_one_lattice(parts: tuple[Neighbourhood, ...]) -> None:
         raise ValueError(f"&: all parts must be on one grid, got {' and '.join(map(repr, parts))}")
     lattice = next(iter(lattices), None)
     counting = next((part for part in parts if part.along_keys), None)
-    if lattice is not None and lattice.sparse and counting is not None:
+    if lattice is not None and lattice.queries_differ_from_keys and counting is not None:
         strided = " and ".join(repr(part) for part in parts if part.lattice)
         raise ValueError(
             f"&: {counting!r} counts queries along the keys, but the queries of {strided} are not the keys; pass a Mask "
@@ -349,7 +349,7 @@ def _check_one_lattice(parts: tuple[Neighbourhood, ...]) -> None:
         )
 
 
-class Rows(Neighbourhood):
+class BatchRows(Neighbourhood):
     """A neighbourhood in some rows of its batch."""
 
     tensors = ("over",)
@@ -359,7 +359,7 @@ class Rows(Neighbourhood):
         self.by_head = over.by_head
 
     def _restore(self, state: dict[str, Any]) -> None:
-        Rows.__init__(self, state["over"], state["batch"], state["at"])
+        BatchRows.__init__(self, state["over"], state["batch"], state["at"])
 
     @property
     def lattice(self) -> Lattice | None:
@@ -369,8 +369,8 @@ class Rows(Neighbourhood):
         allowed = self.over.allows(head, query, key)
         return allowed.expand(*self.batch, *allowed.shape[-3:])[self.at] if allowed.dim() > 3 else allowed
 
-    def on_pairs(self, query: Tensor, key: Tensor, heads: int = 1) -> Tensor:
-        allowed = self.over.on_pairs(query, key, heads)
+    def allows_pairs(self, query: Tensor, key: Tensor, heads: int = 1) -> Tensor:
+        allowed = self.over.allows_pairs(query, key, heads)
         return allowed.expand(*self.batch, *allowed.shape[-2:])[self.at] if allowed.dim() > 2 else allowed
 
     def interval(self, queries: int, keys: int, device: torch.device) -> KeyInterval:

@@ -104,7 +104,7 @@ def _empty_csr(edge_index: Tensor, sources: int, destinations: int) -> CSR:
 
 
 @torch.library.register_fake("polyhead::sort_edges", lib=_library)
-def _(edge_index: Tensor, sources: int, destinations: int) -> tuple[Tensor, ...]:
+def _sort_edges_fake(edge_index: Tensor, sources: int, destinations: int) -> tuple[Tensor, ...]:
     return tuple(_empty_csr(edge_index, sources, destinations))
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from polyhead._checks import LARGEST_INT32, WrongType, as_tensor, check_integer, short_repr
-from polyhead._renamed import GRAPH_FIELDS
+from polyhead._old_checkpoints import GRAPH_FIELDS
 from polyhead._torch import is_tracing_or_dataless, to_at_least_fp32
 from polyhead.neighbourhood.base import Neighbourhood, as_neighbourhood, intersection_parts
 from polyhead.neighbourhood.csr import CSR, build_csr, check_csr_dtypes_and_shapes, check_csr_values
@@ -98,9 +98,9 @@ class Graph(Neighbourhood):
         return destination * self.sources + source
 
     def allows(self, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return self.on_pairs(query, key)
+        return self.allows_pairs(query, key)
 
-    def on_pairs(self, query: Tensor, key: Tensor, heads: int = 1) -> Tensor:
+    def allows_pairs(self, query: Tensor, key: Tensor, heads: int = 1) -> Tensor:
         destination = query - (self.sources - self.destinations)
         return torch.isin(destination * self.sources + key, self._pair_codes())
 
@@ -129,10 +129,10 @@ class Graph(Neighbourhood):
     def edge_dim(self) -> int | None:
         return None if self.features is None else self.features.shape[-1]
 
-    def weight_shape(self, heads: int, queries: int, keys: int) -> tuple[str, tuple[int, ...]]:
+    def attention_axes(self, heads: int, queries: int, keys: int) -> tuple[str, tuple[int, ...]]:
         return "(..., heads, edges)", (heads, self.num_edges)
 
-    def rows(self, batch: tuple[int, ...], at: tuple[slice, ...]) -> Neighbourhood:
+    def select_batch_rows(self, batch: tuple[int, ...], at: tuple[slice, ...]) -> Neighbourhood:
         # one graph serves every row of a batch
         return self
 
@@ -143,12 +143,12 @@ class Graph(Neighbourhood):
         """The edges that `other` allows too; `edge_ids` holds their indices in this graph."""
         if not isinstance(other, (Neighbourhood, Tensor)):
             return NotImplemented
-        return self.filtered(as_neighbourhood(other))
+        return self.filter_edges(as_neighbourhood(other))
 
-    def filtered(self, other: Neighbourhood) -> Graph:
+    def filter_edges(self, other: Neighbourhood) -> Graph:
         """The edges that `other` allows too."""
         source, destination = self.edge_index
-        other = other.within(self.sources == self.destinations)
+        other = other.bind_self_attention(self.sources == self.destinations)
         if other.by_head:
             raise ValueError(
                 f"Graph: a graph can only be joined with pairs that are the same for all heads, got {other!r}, which differs by head"
@@ -160,7 +160,7 @@ class Graph(Neighbourhood):
             _check_fits_graph(other, self)
         if self.num_edges == 0:
             return self._select_edges(self.csr.edge_id.long())
-        allowed = other.on_pairs(destination + (self.sources - self.destinations), source)
+        allowed = other.allows_pairs(destination + (self.sources - self.destinations), source)
         if allowed.numel() != self.num_edges:
             raise ValueError(
                 f"Graph: a graph can only be joined with pairs that are the same in the whole batch, got {other!r}, which differs "
@@ -206,8 +206,8 @@ class Graph(Neighbourhood):
         self, fill: float | Tensor | str, features: Float[Tensor, "edges dim"]
     ) -> Float[Tensor, "nodes dim"]:
         if isinstance(fill, str):
-            wide = to_at_least_fp32(features)
-            total = wide.new_zeros(self.destinations, wide.shape[1]).index_add(0, self.edge_index[1], wide)
+            promoted = to_at_least_fp32(features)
+            total = promoted.new_zeros(self.destinations, promoted.shape[1]).index_add(0, self.edge_index[1], promoted)
             return (total / self.csr.indptr.diff().clamp(min=1)[:, None]).to(features.dtype)
         filled = as_tensor("fill", fill, "of an edge's features").to(features.device, features.dtype)
         if filled.dim() and filled.shape[-1] not in (1, features.shape[1]):
@@ -231,7 +231,7 @@ class Graph(Neighbourhood):
         reversed_.edge_ids = self.edge_ids
         return reversed_
 
-    def normalised(self) -> Graph:
+    def gcn_normalise(self) -> Graph:
         """The same edges with weights 1/√(degree of source · degree of destination): Ã = D^−½ A D^−½ (Kipf 2017).
 
         The degree of a node is the number of its in-edges, or the sum of their weights in a weighted graph. Self-loops count if
@@ -239,19 +239,21 @@ class Graph(Neighbourhood):
         """
         if self.sources != self.destinations:
             raise ValueError(
-                f"normalised: sources and destinations must be the same nodes, got {self.sources} sources and "
+                f"gcn_normalise: sources and destinations must be the same nodes, got {self.sources} sources and "
                 f"{self.destinations} destinations"
             )
         source, destination = self.edge_index
         like = self.weights if self.weights is not None else torch.ones(self.num_edges, device=source.device)
-        wide = to_at_least_fp32(like)
-        degree = wide.new_zeros(self.sources).index_add(0, destination, wide)
+        promoted = to_at_least_fp32(like)
+        degree = promoted.new_zeros(self.sources).index_add(0, destination, promoted)
         if not is_tracing_or_dataless(degree) and bool((degree < 0).any()):
-            raise ValueError(f"normalised: degrees must be 0 or more, got {float(degree.min()):g}; check the weights")
+            raise ValueError(
+                f"gcn_normalise: degrees must be 0 or more, got {float(degree.min()):g}; check the weights"
+            )
         # the edges of a node of degree zero get weight zero and no gradient
         zero = degree == 0
         root = degree.masked_fill(zero, 1.0).pow(-0.5).masked_fill(zero, 0.0)
-        weights = (wide * root[source] * root[destination]).to(like.dtype)
+        weights = (promoted * root[source] * root[destination]).to(like.dtype)
         scaled = Graph(self.edge_index, self.sources, self.features, weights)
         scaled.edge_ids = self.edge_ids
         return scaled

@@ -13,13 +13,19 @@ from torch import Tensor
 
 from polyhead._checks import LARGEST_INT32, as_tensor, check_integer, describe_type
 from polyhead._torch import is_tracing_or_dataless
-from polyhead.neighbourhood.lattice import OnLattice, format_sizes, integers_per_axis, ravel_index, unravel_index
+from polyhead.neighbourhood.lattice import (
+    LatticeNeighbourhood,
+    format_sizes,
+    integers_per_axis,
+    ravel_index,
+    unravel_index,
+)
 from polyhead.neighbourhood.shapes import KeyInterval, Sizes
 
 PADDING_MODES = ("zeros", "replicate", "circular", "reflect")
 
 
-class Grid(OnLattice):
+class Grid(LatticeNeighbourhood):
     """Pixels, patches or voxels: each attends to those in a window around it, or to all.
 
     Args:
@@ -45,7 +51,7 @@ class Grid(OnLattice):
     ) -> None:
         self._set_lattice(_unpack_sizes(sizes), stride, outputs)
         prefix = check_integer("Grid: prefix", prefix, 0)
-        if prefix and self.lattice.sparse:
+        if prefix and self.lattice.queries_differ_from_keys:
             raise ValueError(
                 f"Grid: prefix must be 0 with a stride or outputs, got {prefix}; prefix tokens are both queries and keys"
             )
@@ -81,8 +87,12 @@ class Grid(OnLattice):
     @property
     def offset_is_unique(self) -> bool:
         """Whether the difference of two item indices determines their offset along each axis, within the window."""
-        wide = zip(self.sizes[1:], self.reach[1:], self.dilation[1:], strict=True)
-        return not self.lattice.sparse and not self.prefix and all(2 * reach * step < n for n, reach, step in wide)
+        later_axes = zip(self.sizes[1:], self.reach[1:], self.dilation[1:], strict=True)
+        return (
+            not self.lattice.queries_differ_from_keys
+            and not self.prefix
+            and all(2 * reach * step < n for n, reach, step in later_axes)
+        )
 
     def offset_of(self, distance: Int[Tensor, "*any"]) -> Int[Tensor, "*any axes"]:
         """The offset along each axis for a difference of two item indices; valid where `offset_is_unique`."""
@@ -112,7 +122,7 @@ class Grid(OnLattice):
     def interval(self, queries: int, keys: int, device: torch.device) -> KeyInterval:
         if self.window is None or self.prefix:
             return super().interval(queries, keys, device)
-        middle = self.lattice.queries(device)
+        middle = self.lattice.query_coordinates(device)
         reach = torch.tensor([n * step for n, step in zip(self.reach, self.dilation, strict=True)], device=device)
         last = torch.tensor(self.sizes, device=device) - 1
         low, high = (middle - reach).clamp(min=0), torch.minimum(middle + reach, last)
@@ -126,7 +136,7 @@ class Grid(OnLattice):
 
     def window_index(self, device: torch.device) -> Int[Tensor, "queries window"]:
         """The item indices of the points in each query's window, row by row; -1 beyond the border."""
-        at = self.lattice._replace(prefix=0).queries(device)[:, None] + self.offsets().to(device)
+        at = self.lattice._replace(prefix=0).query_coordinates(device)[:, None] + self.offsets().to(device)
         inside = ((at >= 0) & (at < torch.tensor(self.sizes, device=device))).all(-1)
         return ravel_index(at, self.sizes).masked_fill(~inside, -1)
 
@@ -150,7 +160,7 @@ class Grid(OnLattice):
         return f"Grid({', '.join([*map(str, self.sizes), *more])})"
 
 
-class Offsets(OnLattice):
+class Offsets(LatticeNeighbourhood):
     """Each head sees one point at a fixed offset from the query: a tap of a convolution. A head may also see several.
 
     In a head with offset Δ, a query at point p sees the key at p + Δ. `padding` says which key that is beyond the border: none
@@ -191,7 +201,7 @@ class Offsets(OnLattice):
         )
 
     def _index(self, offsets: Int[Tensor, "heads 1 several axes"]) -> Int[Tensor, "heads queries several"]:
-        at = self.lattice.queries(offsets.device)[:, None] + offsets
+        at = self.lattice.query_coordinates(offsets.device)[:, None] + offsets
         found = torch.stack(
             [index_with_padding(at[..., axis], n, self.padding) for axis, n in enumerate(self.sizes)], -1
         )

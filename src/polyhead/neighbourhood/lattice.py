@@ -30,15 +30,15 @@ class Lattice(NamedTuple):
     prefix: int = 0
 
     @property
-    def sparse(self) -> bool:
+    def queries_differ_from_keys(self) -> bool:
         """Whether the queries differ from the keys."""
         return self.sizes != self.outputs or max(self.stride) > 1
 
-    def keys(self, device: torch.device) -> Int[Tensor, "keys axes"]:
+    def key_coordinates(self, device: torch.device) -> Int[Tensor, "keys axes"]:
         """The coordinates of the keys; prefix tokens get those of the first point."""
         return self._pad_prefix(unravel_index(torch.arange(math.prod(self.sizes), device=device), self.sizes))
 
-    def queries(self, device: torch.device) -> Int[Tensor, "queries axes"]:
+    def query_coordinates(self, device: torch.device) -> Int[Tensor, "queries axes"]:
         """The coordinates of the queries among the keys; beyond the last key where there are more outputs."""
         index = torch.arange(math.prod(self.outputs), device=device)
         return self._pad_prefix(unravel_index(index, self.outputs) * torch.tensor(self.stride, device=device))
@@ -79,7 +79,7 @@ def ravel_index(points: Int[Tensor, "*any axes"], sizes: tuple[int, ...]) -> Int
     return index
 
 
-class OnLattice(Neighbourhood):
+class LatticeNeighbourhood(Neighbourhood):
     """The base of neighbourhoods of points: it checks and holds the fields of a lattice."""
 
     sizes: tuple[int, ...]

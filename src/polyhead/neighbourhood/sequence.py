@@ -153,7 +153,7 @@ class Padding(Neighbourhood):
         position = torch.arange(keys - queries, keys, device=device)
         return first, torch.where((position >= first) & (position < stop), stop, first)
 
-    def real_queries(self, shape: tuple[int, ...]) -> Tensor | None:
+    def unpadded_queries(self, shape: tuple[int, ...]) -> Tensor | None:
         if not self.queries:
             return None
         real = self._is_real(torch.arange(shape[-1], device=self.stop.device)).flatten(-3)
@@ -163,7 +163,7 @@ class Padding(Neighbourhood):
         what = f"lengths <{tuple(self.stop.shape)}>" if self.keys is None else f"keep <{(*self.stop.shape, self.keys)}>"
         return f"Padding({what}, queries={self.queries})"
 
-    def within(self, self_attention: bool) -> Neighbourhood:
+    def bind_self_attention(self, self_attention: bool) -> Neighbourhood:
         if self.queries is not None:
             return self
         known = object.__new__(Padding)

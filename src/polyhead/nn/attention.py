@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from polyhead._checks import MAX_HEADS, check_integer, check_numel
 from polyhead._torch import is_fx_proxy, record_fx_call, refuse_scripting
-from polyhead.attend import Explanation, explain_call, run
+from polyhead.attend import Explanation, explain_call, run_call
 from polyhead.heads import Heads, Origin
 from polyhead.kernels.call import Call
 from polyhead.linalg.skinny_gemm import apply_linear
@@ -35,7 +35,7 @@ from polyhead.nn.projection import (
     project_queries,
 )
 from polyhead.nn.projection_inputs import find_unpadding, project_dense_or_sparse
-from polyhead.nn.unpad import Unpadding
+from polyhead.nn.skip_padded_rows import Unpadding
 from polyhead.position import Position
 from polyhead.prepare import AttentionOptions, find_lattice, lattice_coordinates, make_call
 from polyhead.score import Score
@@ -212,7 +212,7 @@ class MultiHeadAttention(nn.Module):
         if gate is not None and gate.shape != (self.num_heads,):
             raise ValueError(f"gate must have one number per head, shape ({self.num_heads},), got {tuple(gate.shape)}")
         call, unpadding = self._project_into_call(query, key, value, self._attend_options(over, bias), cache)
-        out, lse = run(call)
+        out, lse = run_call(call)
         if gate is not None:
             out = out * gate[:, None, None].to(out.dtype)
         if self.combine == "mean":
@@ -281,7 +281,7 @@ class MultiHeadAttention(nn.Module):
             check_qkv_inputs(self, query, key, value)
             keys = key.shape[-2] + (0 if cache is None else cache.length)
         if type(over) is not Dense:
-            over = over.within(key is query)
+            over = over.bind_self_attention(key is query)
             over.check(Sizes(tuple(query.shape[:-2]), self.num_heads, query.shape[-2], keys))
             over.check_device(query.device)
         if self.position is not None:
@@ -302,7 +302,7 @@ class MultiHeadAttention(nn.Module):
         options = options._replace(over=over)
         if cache is None:
             return make_call(q, k, v, options, lattice), unpadding
-        with cache.appended(k, v):
+        with cache.append_with_rollback(k, v):
             return make_call(q, cache.k, cache.v, options, lattice), unpadding
 
     def _normalise_and_rotate_keys(

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from polyhead._checks import check_integer, check_integers, check_numel, check_tensor, is_integer
+from polyhead._checks import check_dense_tensor, check_integer, check_integers, check_numel, is_integer
 
 if TYPE_CHECKING:
     from polyhead.nn.attention import MultiHeadAttention
@@ -83,7 +83,7 @@ class KeyValueCache:
         self.length += new
 
     @contextmanager
-    def appended(
+    def append_with_rollback(
         self, k: Float[Tensor, "... heads new dim"], v: Float[Tensor, "... heads new value_dim"]
     ) -> Iterator[None]:
         """Append new keys and values; remove them again if an error occurs in the context."""
@@ -130,7 +130,7 @@ def allocate_cache(
 def _check_key_value_shapes(k: Tensor, v: Tensor, items: str) -> None:
     """Raise unless keys and values have the same number of items."""
     for name, x in (("k", k), ("v", v)):
-        if check_tensor(name, x, f"(..., heads, {items}, dim)").dim() < 3:
+        if check_dense_tensor(name, x, f"(..., heads, {items}, dim)").dim() < 3:
             raise ValueError(f"{name} must be a tensor (..., heads, {items}, dim), got shape {tuple(x.shape)}")
     if k.shape[:-3] != v.shape[:-3] or k.shape[-2] != v.shape[-2] or k.dtype != v.dtype or k.device != v.device:
         raise ValueError(

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from polyhead._checks import LARGEST_INT32, MAX_HEADS, check_integer, check_number, check_tensor
+from polyhead._checks import LARGEST_INT32, MAX_HEADS, check_dense_tensor, check_integer, check_number
 
 FOREIGN_CONSTRUCTOR_ARGUMENTS = {
     "embed_dim": "d_model",
@@ -45,7 +45,7 @@ def check_dropout_rates(**shares: object) -> list[float]:
 
 def check_input_features(name: str, x: Tensor, features: int, layer: nn.Module) -> None:
     """Raise unless `x` is a tensor (..., features) with the dtype and device of the layer's weights."""
-    if check_tensor(name, x, f"(..., {features})").dim() < 1 or x.shape[-1] != features:
+    if check_dense_tensor(name, x, f"(..., {features})").dim() < 1 or x.shape[-1] != features:
         raise ValueError(f"{name} must be a tensor (..., {features}), got shape {tuple(x.shape)}")
     check_dtype_and_device(layer, **{name: x})
 

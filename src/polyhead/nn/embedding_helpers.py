@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from polyhead._checks import check_tensor
+from polyhead._checks import check_dense_tensor
 from polyhead._torch import is_tracing_or_dataless
 
 
@@ -24,7 +24,7 @@ def uninitialised_embedding(count: int, features: int) -> nn.Embedding:
 
 def check_embedding_ids(name: str, ids: Tensor, count: int, of: str = "the vocabulary") -> None:
     """Raise unless `ids` are row numbers of an embedding with `count` rows."""
-    if not check_tensor(name, ids, "of ids (..., tokens)").dim():
+    if not check_dense_tensor(name, ids, "of ids (..., tokens)").dim():
         raise ValueError(f"{name} must be a tensor of ids (..., tokens), got shape ()")
     if ids.dtype not in (torch.int64, torch.int32):
         raise ValueError(f"{name} must be torch.int64 or torch.int32, got {ids.dtype}")

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from polyhead._checks import (
     WrongType,
+    check_dense_tensor,
     check_integer,
     check_integers,
     check_number,
-    check_tensor,
     describe_type,
     is_integer,
 )
@@ -76,7 +76,7 @@ def check_generate_arguments(
     Args:
         max_positions: the longest sequence that the model can read; None for no limit.
     """
-    check_tensor("ids", prompt, "(batch, tokens)")
+    check_dense_tensor("ids", prompt, "(batch, tokens)")
     if prompt.dim() != 2 or not prompt.shape[0]:
         raise ValueError(f"ids must have shape (batch, tokens), got {tuple(prompt.shape)}; pass ids[None] for one text")
     tokens = prompt.shape[1]

@@ -9,12 +9,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from polyhead._checks import check_tensor
+from polyhead._checks import check_dense_tensor
 from polyhead.linalg.skinny_gemm import apply_linear
 from polyhead.nn.cache import KeyValues
 from polyhead.nn.checks import check_dtype_and_device
 from polyhead.nn.projection_inputs import drop_inputs_per_head, dropout_16bit, project_dense_or_sparse
-from polyhead.nn.unpad import Unpadding
+from polyhead.nn.skip_padded_rows import Unpadding
 
 if TYPE_CHECKING:
     from polyhead.nn.attention import MultiHeadAttention
@@ -76,7 +76,7 @@ def project_queries(
 def project_keys_values(layer: MultiHeadAttention, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     """k and v, after checks of the inputs."""
     for name, x in (("key", key), ("value", value)):
-        check_tensor(name, x, "(..., keys, features)")
+        check_dense_tensor(name, x, "(..., keys, features)")
     if (
         key.dim() < 2
         or key.shape[-1] != layer.d_key
@@ -107,7 +107,7 @@ def check_qkv_inputs(layer: MultiHeadAttention, query: Tensor, key: Tensor, valu
         ("value", value, layer.d_value),
     ):
         if not isinstance(x, Tensor) or x.is_nested or (x.layout != torch.strided and x.dim() != 2):
-            check_tensor(name, x, f"(..., items, {features}), or a sparse one without a batch")
+            check_dense_tensor(name, x, f"(..., items, {features}), or a sparse one without a batch")
         shape = x.shape
         if len(shape) < 2 or shape[-1] != features:
             image = len(shape) > 2 and shape[1] == features
@@ -125,7 +125,7 @@ def check_projected_key_values(
     """Raise where a query does not fit the result of `project_kv`."""
     if value is not None:
         raise ValueError("value must be left out where key is the result of project_kv, which holds the values too")
-    check_tensor("query", query, f"(..., items, {layer.d_model})")
+    check_dense_tensor("query", query, f"(..., items, {layer.d_model})")
     if query.dim() < 2 or query.shape[-1] != layer.d_model:
         raise ValueError(f"query must have shape (..., items, {layer.d_model}), got {tuple(query.shape)}")
     k, v = key_values

@@ -16,7 +16,7 @@ from polyhead.linalg.skinny_gemm import apply_linear
 from polyhead.neighbourhood import Neighbourhood
 from polyhead.neighbourhood.csr import build_indptr
 from polyhead.neighbourhood.graph import check_sparse_indices
-from polyhead.nn.unpad import Unpadding
+from polyhead.nn.skip_padded_rows import Unpadding
 
 # Unpadding copies rows: it pays where the share of padded rows times the number of features is at least this, and the input
 # has at least this many numbers.
@@ -29,12 +29,12 @@ def find_unpadding(over: Neighbourhood, x: Float[Tensor, "... items features"]) 
 
     `over` has been checked against the shape of `x`.
     """
-    if type(over).real_queries is Neighbourhood.real_queries:
+    if type(over).unpadded_queries is Neighbourhood.unpadded_queries:
         # most neighbourhoods have no padding
         return None
     if is_tracing_or_dataless(x, *over.leaves()) or x.numel() < _MIN_UNPADDING_NUMEL:
         return None
-    real = over.real_queries(x.shape[:-1])
+    real = over.unpadded_queries(x.shape[:-1])
     if real is None or not real.numel() or (1 - real.float().mean()) * x.shape[-1] < _MIN_UNPADDING_SAVING:
         return None
     return Unpadding(real)

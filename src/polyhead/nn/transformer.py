@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from polyhead._checks import (
     MAX_LAYERS,
     WrongType,
+    check_dense_tensor,
     check_integer,
     check_integers,
     check_numel,
-    check_tensor,
     describe_type,
 )
 from polyhead.linalg.skinny_gemm import linear
@@ -164,7 +164,7 @@ class Transformer(nn.Module):
                 x = layer(x, layer_memory, causal, memory_over=memory_over, cache=cache)
         return x if self.decoder_norm is None else self.decoder_norm(x)
 
-    def begin(
+    def prepare_decoding(
         self, memory: Float[Tensor, "batch keys d_model"], length: int
     ) -> tuple[list[KeyValues], list[KeyValueCache]]:
         """Keys and values of the memory, and empty caches for `length` tokens, per decoder layer: the arguments of `decode`."""
@@ -205,7 +205,7 @@ class Transformer(nn.Module):
             generator: the random number generator.
         """
         check_eval_mode(self)
-        check_tensor("source", source, "of ids (batch, tokens)")
+        check_dense_tensor("source", source, "of ids (batch, tokens)")
         if source.dim() != 2 or not source.numel():
             raise ValueError(f"source must have shape (batch, tokens), 1 or more of each, got {tuple(source.shape)}")
         check_embedding_ids("source", source, self.source_vocab)
@@ -213,7 +213,7 @@ class Transformer(nn.Module):
         start = check_integer("start", start, 0, self.vocab - 1)
         first = source.new_tensor([[start]]).expand(len(source), 1)
         stops = check_generate_arguments(first, max_new_tokens, stop, sampler, vocab=self.vocab)
-        memory, caches = self.begin(self.encode(source, source_over), max_new_tokens)
+        memory, caches = self.prepare_decoding(self.encode(source, source_over), max_new_tokens)
 
         def step(ids: Tensor) -> Tensor:
             return self.logits(self.decode(ids, memory, memory_over=source_over, caches=caches)[:, -1])

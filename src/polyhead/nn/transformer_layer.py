@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from polyhead._checks import WrongType, check_integer, check_numel, describe_type
-from polyhead._renamed import TRANSFORMER_LAYER_KEYS, accept_old_state_dict_keys
+from polyhead._old_checkpoints import TRANSFORMER_LAYER_KEYS, accept_old_state_dict_keys
 from polyhead._torch import is_fx_proxy, record_fx_call, refuse_scripting
 from polyhead.linalg.skinny_gemm import apply_linear
 from polyhead.neighbourhood import Neighbourhood, as_neighbourhood
@@ -160,7 +160,7 @@ class TransformerLayer(nn.Module):
             x = self._residual(x, norm, lambda y: cross(y, memory, over=memory_over)[0])
         # other modules may depend on the shape of their input
         may_unpad = cache is None and isinstance(self.feedforward, FeedForward)
-        unpadding = find_unpadding(as_neighbourhood(over).within(True), x) if may_unpad else None
+        unpadding = find_unpadding(as_neighbourhood(over).bind_self_attention(True), x) if may_unpad else None
         if unpadding is None:
             return self._residual(x, self.feedforward_norm, self.feedforward)
         return unpadding.pad(self._residual(unpadding.unpad(x), self.feedforward_norm, self.feedforward))

@@ -98,11 +98,11 @@ class Adam(Optimizer):
         # moments of earlier steps are transported to x: the projection removes their normal component
         return manifold.retract(x, manifold.tangent(x, step))
 
-    def rule(self, group: ParamGroup, steps: int) -> StepRule:
+    def step_rule(self, group: ParamGroup, steps: int) -> StepRule:
         beta1, beta2 = group["betas"]
         return StepRule(
-            scale=-float(group["lr"]) / (1 - beta1**steps), keep=beta1, add=1 - beta1, second=group["second_moment"],
-            keep_second=beta2, root=1 / math.sqrt(1 - beta2**steps), eps=float(group["eps"]), tangent=True,
+            scale=-float(group["lr"]) / (1 - beta1**steps), momentum=beta1, gradient_factor=1 - beta1, second=group["second_moment"],
+            beta2=beta2, root_factor=1 / math.sqrt(1 - beta2**steps), eps=float(group["eps"]), tangent=True,
         )  # fmt: skip
 
 

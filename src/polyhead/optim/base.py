@@ -43,7 +43,7 @@ class Optimizer(torch.optim.Optimizer, abc.ABC):
         """The points that x moves to in step number `steps`, given the gradients g; updates `state` in place."""
 
     @abc.abstractmethod
-    def rule(self, group: ParamGroup, steps: int) -> stiefel.StepRule:
+    def step_rule(self, group: ParamGroup, steps: int) -> stiefel.StepRule:
         """`move` as coefficients for the C++ kernel; valid on manifolds of constant norm."""
 
     @abc.abstractmethod
@@ -102,7 +102,7 @@ class Optimizer(torch.optim.Optimizer, abc.ABC):
         names = self.used_state_names(group)
         # the parameters, their gradients, and their state tensors
         columns = [params, _list_gradients(params), *([state[name] for state in states] for name in names)]
-        rule = self.rule(group, steps)
+        rule = self.step_rule(group, steps)
         if stiefel.refuses_step(manifold, rule, columns) is None:
             for index, number in stiefel.step_in_place(manifold, rule, columns, maximize=group["maximize"]):
                 matrix = [[stiefel.select_matrix(manifold, column[index], number)] for column in columns]

@@ -83,9 +83,9 @@ class SGD(Optimizer):
                 velocity.copy_(transported)
         return y
 
-    def rule(self, group: ParamGroup, steps: int) -> StepRule:
+    def step_rule(self, group: ParamGroup, steps: int) -> StepRule:
         momentum, nesterov = float(group["momentum"]), group["nesterov"]
         return StepRule(
-            scale=-float(group["lr"]), keep=momentum, add=1 if steps == 1 else 1 - float(group["dampening"]),
-            now=1 if nesterov else 0, ahead=momentum if nesterov else 1, transport=True,
+            scale=-float(group["lr"]), momentum=momentum, gradient_factor=1 if steps == 1 else 1 - float(group["dampening"]),
+            direct_factor=1 if nesterov else 0, momentum_factor=momentum if nesterov else 1, transport=True,
         )  # fmt: skip

@@ -21,7 +21,7 @@ HOVER_MS = 250
 
 def test_cross_attention_has_two_texts(opened):
     _, heads = layer()(torch.randn(3, 32), torch.randn(5, 32))
-    page = opened(report(heads, texts=(Tokens.of_pieces("abc"), Tokens.of_pieces("defgh")), initial_head=(0, 1)))
+    page = opened(report(heads, texts=(Tokens.from_pieces("abc"), Tokens.from_pieces("defgh")), initial_head=(0, 1)))
     assert inner_texts(page, ".words.row bdi") == list("abc") and inner_texts(page, ".words.col bdi") == list("defgh")
     page.hover(".words.row .word >> nth=2")
     shown = [float(text or 0) for text in inner_texts(page, ".words.col .weight")]
@@ -30,7 +30,7 @@ def test_cross_attention_has_two_texts(opened):
 
 def test_long_lines_do_not_overlap(opened):
     _, heads = layer()(torch.randn(9, 32), torch.randn(13, 32))
-    pair = (Tokens.of_pieces(["translations"] * 9), Tokens.of_pieces(["words"] * 13))
+    pair = (Tokens.from_pieces(["translations"] * 9), Tokens.from_pieces(["words"] * 13))
     page = opened(report(heads, texts=pair, initial_head=(0, 1)))
     assert inner_texts(page, ".side") == ["keys", "queries"]
     sides = page.locator(".side").evaluate_all("all => Math.max(...all.map(s => s.getBoundingClientRect().right))")
@@ -48,7 +48,7 @@ def test_graph(opened):
     page = opened(
         report(
             heads,
-            texts=Tokens.of_pieces(names),
+            texts=Tokens.from_pieces(names),
             initial_head=(0, 2),
             cards=[Card(0, 2, "broad", 0.5, 0.1, 3, 0.4, 0.6)],
         )
@@ -86,7 +86,7 @@ def test_layers_of_different_kinds(opened):
         "other graph": layer()(torch.randn(4, 32), over=graph)[1],
         "across": layer()(torch.randn(4, 32), torch.randn(3, 32))[1].select(heads=[1, 3]),
     }
-    page = opened(report(named, texts={"text": Tokens.of_pieces("abcd")}, initial_head=(0, 1)))
+    page = opened(report(named, texts={"text": Tokens.from_pieces("abcd")}, initial_head=(0, 1)))
     for head, shown in (
         ("L2H0", ".neighbourhood"),
         ("L3H3", ".words.col"),
@@ -102,7 +102,7 @@ def test_layers_of_different_kinds(opened):
 def test_150_tokens_are_exact_and_zoomable(opened):
     length = 150
     _, heads = layer(sharp=12.0)(torch.randn(length, 32), over=Causal())
-    page = opened(report(heads, texts=Tokens.of_pieces([f"w{i}" for i in range(length)]), initial_head=(0, 1)))
+    page = opened(report(heads, texts=Tokens.from_pieces([f"w{i}" for i in range(length)]), initial_head=(0, 1)))
     assert page.locator(".reading .word").count() == length
     assert read_cell(page, 120, 40) == pytest.approx(float(heads.weights[1, 120, 40]), abs=0.01)
     page.hover(".reading .word >> nth=9")
@@ -119,7 +119,7 @@ def test_150_tokens_are_exact_and_zoomable(opened):
 def test_8192_tokens_zoom_to_exact_weights(opened):
     length = 8192
     _, heads = layer(128, 2, sharp=6.0)(torch.randn(length, 128), over=Causal())
-    long_page = report(heads, texts=Tokens.of_pieces([f"w{i}" for i in range(length)]), initial_head=(0, 1))
+    long_page = report(heads, texts=Tokens.from_pieces([f"w{i}" for i in range(length)]), initial_head=(0, 1))
     assert len(long_page.html.encode()) <= 15e6
     page = opened(long_page)
     assert page.get_attribute("#plot canvas", "data-exact") == "false"
@@ -172,7 +172,7 @@ def test_hostile_and_non_latin_tokens(opened):
     )
     _, heads = layer()(torch.randn(len(words), 32))
     hostile = "</script><script>alert(1)</script>"
-    page = opened(report(heads, texts=Tokens.of_pieces(words), title=hostile, finding=hostile, notes=[hostile], cards=[Card(0, 1, hostile, 0.5, 0.1, 3, 0.4, 0.6, None, (hostile, "<b>", 0.1))], roles={hostile: hostile}, initial_head=(0, 1)))  # fmt: skip
+    page = opened(report(heads, texts=Tokens.from_pieces(words), title=hostile, finding=hostile, notes=[hostile], cards=[Card(0, 1, hostile, 0.5, 0.1, 3, 0.4, 0.6, None, (hostile, "<b>", 0.1))], roles={hostile: hostile}, initial_head=(0, 1)))  # fmt: skip
     assert inner_texts(page, "#stage .word bdi")[:9] == list(words[:9])
     assert page.inner_text("#finding") == hostile and page.inner_text("#head-panel .card h3") == hostile
     assert page.locator("img").count() == 0
@@ -189,7 +189,7 @@ def test_hostile_and_non_latin_tokens(opened):
 def test_right_to_left_text(opened):
     words = ["החתול", "שראיתי", "אתמול", "ברח"]
     _, heads = layer()(torch.randn(6, 32))
-    text = Tokens.of_pieces(("[CLS]", *words, "[SEP]"), (None, 0, 1, 2, 3, None), tuple(words))
+    text = Tokens.from_pieces(("[CLS]", *words, "[SEP]"), (None, 0, 1, 2, 3, None), tuple(words))
     page = opened(report(heads, texts=text))
     left = page.locator("#stage .word").evaluate_all("all => all.map(w => w.getBoundingClientRect().left)")
     assert left == sorted(left, reverse=True)

@@ -140,7 +140,7 @@ def test_sizes_of_pages():
     """The default model is six layers of twelve heads, 384 wide."""
     for length, most in ((10, 1.5e6), (512, 10e6)):
         heads = MultiHeadAttention(384, 12)(torch.randn(length, 384))[1]
-        page = report({f"layer.{i}": heads for i in range(6)}, texts=Tokens.of_pieces(["token"] * length))
+        page = report({f"layer.{i}": heads for i in range(6)}, texts=Tokens.from_pieces(["token"] * length))
         assert len(page.html.encode()) <= most
 
 
@@ -178,7 +178,7 @@ def test_some_queries_and_keys():
 
 
 def test_cross_attention_has_two_texts():
-    rows, columns = Tokens.of_pieces("abc"), Tokens.of_pieces("defgh")
+    rows, columns = Tokens.from_pieces("abc"), Tokens.from_pieces("defgh")
     _, heads = layer()(torch.randn(3, 32), torch.randn(5, 32))
     given = content(report(heads, texts=(rows, columns)))
     assert given["layers"][0]["kind"] == "cross"
@@ -193,14 +193,14 @@ def test_with_a_cache_the_queries_are_the_last_keys():
     cache = mha.cache(None, 6)
     mha(torch.randn(4, 32), over=Causal(), cache=cache)
     _, heads = mha(torch.randn(2, 32), over=Causal(), cache=cache)
-    given = content(report(heads, texts=Tokens.of_pieces("abcdef")))
+    given = content(report(heads, texts=Tokens.from_pieces("abcdef")))
     assert given["texts"][given["layers"][0]["rows"]]["pieces"] == ["e", "f"]
 
 
 def test_a_graph_has_edges(monkeypatch):
     edges = torch.tensor([[0, 1, 2, 2, 4], [1, 2, 1, 2, 4]])
     _, heads = layer()(torch.randn(2, 5, 32), over=Graph(edges, 5))
-    page = report(heads, texts=Tokens.of_pieces("abcde"), batch=1)
+    page = report(heads, texts=Tokens.from_pieces("abcde"), batch=1)
     given = content(page)["layers"][0]
     assert (given["kind"], given["edges"], given["queries"]) == ("graph", 5, 5)
     assert np.array_equal(array(page, given["arrays"]["edges"]), edges.numpy())
@@ -215,7 +215,7 @@ def test_a_graph_has_edges(monkeypatch):
 def test_no_text_breaks_out():
     words = ("</script>", "<!--", "<b>", "&amp;", "\u2028", '"', "\\", "{{title}}", "שלום", "🙂")
     _, heads = layer()(torch.randn(len(words), 32))
-    page = report(heads, texts=Tokens.of_pieces(words), title="</title><script>", finding="</script>", notes=["<!--"])
+    page = report(heads, texts=Tokens.from_pieces(words), title="</title><script>", finding="</script>", notes=["<!--"])
     assert content(page)["texts"][0]["pieces"] == list(words)
     assert "</title><script>" not in page.html
     inside = re.search(r'id="record">(.*?)</script>', page.html, re.S)[1]
@@ -252,7 +252,7 @@ def test_invalid_arguments():
     ):
         report(mha(torch.randn(0, 32))[1])
     with pytest.raises(ValueError, match="must have 3 pieces, one per query, got 2"):
-        report(heads, texts=Tokens.of_pieces("ab"))
+        report(heads, texts=Tokens.from_pieces("ab"))
     with pytest.raises(ValueError, match=r"initial_head must be \(layer, head\) of one of 1 layers, got \(0, 7\)"):
         report(heads, initial_head=(0, 7))
     with pytest.raises(ValueError, match=r"cards\[0\] must be about a head of the .* layers, got L2H0"):

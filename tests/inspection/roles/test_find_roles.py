@@ -110,7 +110,7 @@ def test_find_refuses_models_without_attention_and_empty_sentences():
 @pytest.fixture(scope="module")
 def default():
     try:
-        return models.default()
+        return models.load_default()
     except ImportError as error:
         pytest.skip(f"{error}: the default model is NOT tested")
 

@@ -31,7 +31,7 @@ def test_positional_roles_of_constructed_heads():
         "local": torch.softmax(-(i[:, None] - i).abs() / 2, -1),
         "long range": one_key_per_query(*[n - 2 if j < n / 2 else 1 for j in range(n)], number=n),
     }
-    text = Tokens.of_pieces(
+    text = Tokens.from_pieces(
         tuple(f"p{j}" for j in range(n)), (*range(n - 1), None), tuple(f"w{j}" for j in range(n - 1))
     )
     found = find_roles_in_text(make_view(torch.stack(list(made.values()))), text)
@@ -71,7 +71,7 @@ def test_one_word_for_all_shows_no_grammar_pair():
     to_third = one_key_per_query(*[2 if j != 2 else 5 for j in range(n)], number=n)
     other = one_key_per_query(*[(j * 5 + 3) % n for j in range(n)], number=n)
     heads = make_view(torch.stack((to_third, other)))
-    text = Tokens.of_pieces([f"w{j}" for j in range(n)])
+    text = Tokens.from_pieces([f"w{j}" for j in range(n)])
     known = FoundRoles.from_cards(
         [make_card("subject-verb", 0.9, 0.3, 0.8, head=h, direction="subject → verb") for h in (0, 1)]
     )
@@ -97,7 +97,7 @@ def test_cases_of_word_pieces_in_a_long_text():
     n = 3001
     q = torch.randn(2, n, 4)
     heads = Heads(Call(q, q, q, Causal(), Dot()), Origin(q, is_self_attention=True))
-    text = Tokens.of_pieces(tuple("p" * n), tuple(j // 2 for j in range(n)), tuple(f"w{j}" for j in range(1501)))
+    text = Tokens.from_pieces(tuple("p" * n), tuple(j // 2 for j in range(n)), tuple(f"w{j}" for j in range(1501)))
     found = find_roles_in_text(heads, text)
     cases = {c.role: c.cases for c in found.measured}
     # the first words of a causal model have no other key
@@ -109,7 +109,7 @@ def test_positional_refuses_other_inputs():
     with pytest.raises(
         ValueError, match="text must have as many pieces as a layer has tokens that attend to themselves, got 3 pieces"
     ):
-        find_roles_in_text({"a": heads}, Tokens.of_pieces(["a", "b", "c"]))
+        find_roles_in_text({"a": heads}, Tokens.from_pieces(["a", "b", "c"]))
     with pytest.raises(ValueError, match=r"batch must be an integer in \[0, 0\], got 1"):
         find_roles_in_text(heads, batch=1)
     layer = MultiHeadAttention(8, 2)

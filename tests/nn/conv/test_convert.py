@@ -191,7 +191,7 @@ def test_tensors_made_under_a_transform_are_not_cached():
     attention = from_conv(nn.Conv2d(3, 4, 3, padding=1))
     x = torch.randn(1, 3, 9, 11)
     torch.func.grad(lambda image: attention(image)[0].sum())(x)
-    pickle.dumps(attention.over((9, 11)))
+    pickle.dumps(attention.neighbourhood((9, 11)))
     with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
         attention(x)
     assert type(attention(x)[0]) is torch.Tensor

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from polyhead._checks import (
     LARGEST_INT64,
     WrongType,
+    check_dense_tensor,
     check_integer,
     check_number,
-    check_tensor,
     describe_type,
     short_repr,
 )
@@ -85,7 +85,7 @@ def ablate_embedding(
     removed in each row.
     """
     remove = _make_head_remover(by)
-    check_tensor("ids", ids, "(tokens,)")
+    check_dense_tensor("ids", ids, "(tokens,)")
     with torch.no_grad():
         with capture(model) as seen:
             before = embed(ids[None]).double()
@@ -255,7 +255,7 @@ def causal_lm_loss(logits: Callable[[Int[Tensor, "batch tokens"]], Tensor], ids:
         logits: maps ids to logits (batch, tokens, vocabulary), as language models of transformers do.
         ids: the texts.
     """
-    check_tensor("ids", ids, "(batch, tokens)")
+    check_dense_tensor("ids", ids, "(batch, tokens)")
     return lambda: F.cross_entropy(_get_logits(logits(ids))[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())
 
 
@@ -273,7 +273,7 @@ def masked_lm_loss(
         keep: True for tokens that are never masked, such as special tokens and padding.
         seed: selects the masked tokens.
     """
-    check_tensor("ids", ids, "(batch, tokens)")
+    check_dense_tensor("ids", ids, "(batch, tokens)")
     check_integer("mask_id", mask_id, 0)
     check_number("share", share, 0, 1)
     generator = torch.Generator().manual_seed(check_integer("seed", seed, 0, LARGEST_INT64))

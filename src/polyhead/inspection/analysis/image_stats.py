@@ -54,8 +54,8 @@ class ImageStatsAccumulator:
 
     def __init__(self, heads: int, points: TokenGrid) -> None:
         self._points = points
-        self._queries = points.lattice.queries(torch.device("cpu"))
-        self._keys = points.lattice.keys(torch.device("cpu"))
+        self._queries = points.lattice.query_coordinates(torch.device("cpu"))
+        self._keys = points.lattice.key_coordinates(torch.device("cpu"))
         height, width = points.lattice.sizes
         # entropy, distance, weight on special tokens, weight on the patch itself
         self._sums = torch.zeros(4, heads)

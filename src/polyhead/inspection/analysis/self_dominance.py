@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from polyhead._checks import WrongType, check_number, check_tensor, describe_type
+from polyhead._checks import WrongType, check_dense_tensor, check_number, describe_type
 from polyhead.kernels.call import Call, repeat_grouped_heads
 from polyhead.kernels.reference import masked_scores, non_sink_share, softmax_and_lse
 from polyhead.metrics.blockwise import BLOCK_WEIGHTS
@@ -80,7 +80,7 @@ def self_dominance(
     _check_arguments(x, layer, scale)
     if layer is None:
         tokens = x.double().unsqueeze(-3)
-        call = Call(tokens, tokens, tokens, as_neighbourhood(over).within(True), Dot(scale))
+        call = Call(tokens, tokens, tokens, as_neighbourhood(over).bind_self_attention(True), Dot(scale))
         call.over.check(call.sizes)
         margin, weight = _measure_in_blocks(call)
         return SelfDominance(margin.squeeze(-2), weight.squeeze(-2))
@@ -127,7 +127,7 @@ def _bound_scores(call: Call, queries: Tensor) -> Float[Tensor, "... heads rows"
 
 
 def _check_arguments(x: Tensor, layer: MultiHeadAttention | None, scale: float | None) -> None:
-    check_tensor("x", x, "(..., items, features)")
+    check_dense_tensor("x", x, "(..., items, features)")
     if layer is not None and not isinstance(layer, MultiHeadAttention):
         raise WrongType(f"layer must be a MultiHeadAttention, got {describe_type(layer)}")
     features = "features" if layer is None else layer.d_model

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from polyhead._checks import check_tensor
+from polyhead._checks import check_dense_tensor
 from polyhead.manifold import Stiefel
 from polyhead.nn.attention import MultiHeadAttention
 
@@ -81,7 +81,7 @@ def captured_variance(
     """
     bases = _orthonormal_bases(layer, of, "layer")
     features = bases.shape[1]
-    if check_tensor("x", x, f"(..., items, {features})").dim() < 2 or x.shape[-1] != features:
+    if check_dense_tensor("x", x, f"(..., items, {features})").dim() < 2 or x.shape[-1] != features:
         raise ValueError(f"x must have shape (..., items, {features}) for {of}_proj, got {tuple(x.shape)}")
     if not x.is_floating_point():
         raise ValueError(f"x must be a real floating-point tensor, got {x.dtype}")

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from polyhead._torch import under_transform
-from polyhead.attend import run
+from polyhead.attend import run_call
 from polyhead.heads import Heads, Metric, Origin
 from polyhead.inspection.capture.head_metrics import HeadMetrics
 from polyhead.inspection.capture.item_sources import ItemTracker
@@ -118,7 +118,7 @@ class Recorder(TorchFunctionMode):
         if under_transform():
             # tensors of vmap and similar transforms do not outlive them
             return func(*args, **kwargs)
-        if func is run:
+        if func is run_call:
             return self._record_attend(*args, **kwargs)
         if func is F.scaled_dot_product_attention:
             return self._record_sdpa(func, args, kwargs)
@@ -139,7 +139,7 @@ class Recorder(TorchFunctionMode):
             self.seen.unrecorded[module] = self.seen.unrecorded.get(module, 0) + 1
 
     def _record_attend(self, call: Call, kernel: str | None = None) -> Any:
-        out, lse = run(call, kernel)
+        out, lse = run_call(call, kernel)
         return self._record(call, out, lse, self._items.are_same_items(call.q, call.k)), lse
 
     def _record_sdpa(self, func: Any, args: Any, kwargs: Any) -> Any:

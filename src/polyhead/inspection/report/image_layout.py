@@ -191,4 +191,4 @@ def _name_special_tokens_and_patches(special: int, sizes: tuple[int, ...]) -> To
     """Special tokens by their numbers, patches by row and column."""
     patches = [f"{row}, {column}" for row in range(sizes[0]) for column in range(sizes[1])]
     tokens = ["[CLS]"] if special == 1 else [f"token {number}" for number in range(special)]
-    return Tokens.of_pieces((*tokens, *patches), (*(None for _ in tokens), *range(len(patches))), tuple(patches))
+    return Tokens.from_pieces((*tokens, *patches), (*(None for _ in tokens), *range(len(patches))), tuple(patches))

@@ -240,7 +240,7 @@ def _query_and_key_tokens(name: str, view: Heads, texts: Texts | None) -> tuple[
     if rows is columns and len(columns) == keys > queries:
         # with a cache, the queries are the last keys
         begin = keys - queries
-        rows = Tokens.of_pieces(rows.pieces[begin:], rows.word_of[begin:], rows.words)
+        rows = Tokens.from_pieces(rows.pieces[begin:], rows.word_of[begin:], rows.words)
     for text, number, axis in ((rows, queries, "queries"), (columns, keys, "keys")):
         if len(text) != number:
             raise ValueError(f"texts of {name!r} must have {number} pieces, one per {_SINGULAR[axis]}, got {len(text)}")
@@ -256,7 +256,7 @@ def _as_tokens(text: Any) -> Tokens:
     if isinstance(text, Tokens):
         return text
     if isinstance(text, (list, tuple)) and all(isinstance(word, str) for word in text):
-        return Tokens.of_pieces(text)
+        return Tokens.from_pieces(text)
     raise ValueError(
         "texts must be Tokens, as a tokenizer returns them, a list of words, a pair of these for cross-attention, or a mapping from "
         f"layers to them, got {type(text).__name__}"

@@ -37,7 +37,7 @@ class CorpusReading:
         self.position_sums: dict[str, ScoreSums] = {}
         self.pairs: PairCounts | None = None
         self.notes: list[str] = []
-        tokenized = [(sentence, model.tokenize_words(sentence.words)) for sentence in corpus]
+        tokenized = [(sentence, model.encode_words(sentence.words)) for sentence in corpus]
         limit = model.positions
         short = [entry for entry in tokenized if limit is None or len(entry[1].pieces) <= limit]
         if len(short) < len(tokenized):

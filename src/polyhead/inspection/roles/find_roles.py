@@ -42,7 +42,7 @@ def find_roles(
     """Let a model read annotated sentences, and find the roles of its heads.
 
     Args:
-        model: the model and its tokenizer: `TextModel.from_tokenizer(*models.default())`.
+        model: the model and its tokenizer: `TextModel.from_tokenizer(*models.load_default())`.
         sentences: measure positions, spread and grammar on these, `corpus.read_treebank(path)`; by default on those shipped.
         pairs: sentences with your own pairs, `corpus.read_own_pairs(path)`: each name is a role.
         gap: pronouns and two names, `corpus.read_gap(path)`.

@@ -172,7 +172,7 @@ def _collect_evidence(
         if is_whole and is_self_attention_of(view, tokens) and (text is None or len(text) == tokens):
             rows = count_batch_entries(view)
             check_integer("batch", batch, 0, rows - 1, hint=f"there are {rows} rows")
-            tokens_read = Tokens.of_pieces([str(i) for i in range(tokens)]) if text is None else text
+            tokens_read = Tokens.from_pieces([str(i) for i in range(tokens)]) if text is None else text
             found.append(_LayerEvidenceReader(layer, tokens_read, batch, sentence).read_layer(number))
     if text is not None and measured and not found:
         shapes = ", ".join(str(tuple(view.shape)) for view in list(measured.values())[:3])
@@ -212,7 +212,7 @@ class _LayerEvidenceReader:
         mask = allowed_keys_mask(view, torch.tensor(at, device=view.device), self._batch)
         for name, count in score_positional_roles(weights, torch.tensor(at), mask, self._special).items():
             self._position_sums[name] = self._position_sums[name] + count if name in self._position_sums else count
-        rows = Tokens.of_pieces(
+        rows = Tokens.from_pieces(
             [text.pieces[i] for i in at], _renumber_words(text, at), [text.words[word] for word in words]
         )
         between = compute_word_attention(weights, rows, text)

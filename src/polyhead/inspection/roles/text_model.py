@@ -23,13 +23,13 @@ class TextModel(NamedTuple):
 
     Attributes:
         model: the model whose heads are measured.
-        tokenize_words: turns the words of a sentence into the model's tokens.
+        encode_words: turns the words of a sentence into the model's tokens.
         positions: the length of the longest text that it reads; None for any length.
         run: calls the model on ids (batch, tokens); by default the model itself.
     """
 
     model: nn.Module
-    tokenize_words: Callable[[Sequence[str]], Tokens]
+    encode_words: Callable[[Sequence[str]], Tokens]
     positions: int | None = None
     run: RunModel | None = None
 
@@ -40,8 +40,8 @@ class TextModel(NamedTuple):
         positions = getattr(config, "positions", None) or getattr(config, "max_position_embeddings", None)
         if positions is not None:
             positions -= _count_reserved_positions(model)
-        if hasattr(tokenizer, "of_words"):
-            return cls(model, tokenizer.of_words, positions)
+        if hasattr(tokenizer, "encode_words"):
+            return cls(model, tokenizer.encode_words, positions)
         if not getattr(tokenizer, "is_fast", False):
             raise ValueError(
                 "tokenizer must map tokens to words, as those of polyhead.models and the fast ones of transformers do, got "

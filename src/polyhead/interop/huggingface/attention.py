@@ -9,8 +9,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from polyhead.attend import run
-from polyhead.interop.huggingface.lazy_mask import BoolMask, LazyMask
+from polyhead.attend import run_call
+from polyhead.interop.huggingface.lazy_mask import ConditionMask, LazyMask
 from polyhead.interop.huggingface.mask_function import collect_mask_readers, polyhead_mask
 from polyhead.interop.huggingface.model_support import BACKEND_NAME, patch_transformers_to_check_models
 from polyhead.kernels.reference import pair_weights
@@ -74,12 +74,12 @@ def polyhead_attention_forward(
     query, key, value = _cast_for_autocast(query, key, value)
     over: Neighbourhood | Tensor | None = None
     bias, queries, keys = position_bias, query.shape[2], key.shape[2]
-    allowed = attention_mask.allowed if isinstance(attention_mask, LazyMask) else None
+    allowed = attention_mask.state if isinstance(attention_mask, LazyMask) else None
     if allowed is not None and not allowed.exposed and allowed.shape[2:] == (queries, keys):
         over, used = allowed.over, allowed.used_keys
     elif attention_mask is not None:
         used = keys
-        plain = attention_mask.tensor() if isinstance(attention_mask, BoolMask) else attention_mask
+        plain = attention_mask.tensor() if isinstance(attention_mask, ConditionMask) else attention_mask
         if plain.dtype == torch.bool:
             over = plain
         elif plain.is_floating_point():
@@ -93,9 +93,9 @@ def polyhead_attention_forward(
         over, used = _neighbourhood_without_mask(bool(causal), queries, keys)
     if used < keys:
         key, value, bias = key[:, :, :used], value[:, :, :used], None if bias is None else bias[..., :used]
-    score: Score = Dot(scaling) if softcap is None else CappedDot(softcap, scaling)
+    score: Score = Dot(scaling) if softcap is None else SoftcappedDot(softcap, scaling)
     call = check_and_make_call(query, key, value, AttentionOptions(over, score, bias=bias, sink=s_aux, dropout=dropout))
-    out = run(call)[0].transpose(1, 2).contiguous()
+    out = run_call(call)[0].transpose(1, 2).contiguous()
     if not output_attentions:
         return out, None
     return out, nn.functional.pad(pair_weights(call).to(out.dtype), (0, keys - used))
@@ -112,7 +112,7 @@ def _refuse_selected_keys(cache: object, **indices: Tensor | None) -> None:
             )
 
 
-class CappedDot(Score):
+class SoftcappedDot(Score):
     """score(q, k) = cap · tanh(scale · qᵀk / cap): scores between -cap and cap (Gemma 2)."""
 
     def __init__(self, cap: float, scale: float | None = None) -> None:

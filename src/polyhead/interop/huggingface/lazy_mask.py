@@ -30,8 +30,8 @@ _COMPARISON_OPERATORS = {
 }
 
 
-class NeighbourhoodMask:
-    """The neighbourhood of one batch, and its mask once it is materialised."""
+class LazyMaskState:
+    """What a `LazyMask` holds: the neighbourhood of one batch, and its mask once it is materialised."""
 
     def __init__(
         self, over: Neighbourhood, used_keys: int, shape: tuple[int, int, int, int], device: torch.device
@@ -54,12 +54,12 @@ class NeighbourhoodMask:
                 self._tensor = nn.functional.pad(keep, (0, keys - self.used_keys))
         return self._tensor
 
-    def to(self, device: torch.device) -> NeighbourhoodMask:
+    def to(self, device: torch.device) -> LazyMaskState:
         over = pytree.tree_map_only(Tensor, lambda x: x.to(device), self.over)
-        return NeighbourhoodMask(over, self.used_keys, self.shape, device)
+        return LazyMaskState(over, self.used_keys, self.shape, device)
 
 
-class BoolMask(Tensor):
+class ConditionMask(Tensor):
     """A mask, True = may attend, that refuses arithmetic.
 
     A model that adds its mask to the scores, or converts it to floating point, would add 1 to allowed pairs and 0 to
@@ -70,8 +70,8 @@ class BoolMask(Tensor):
     _tensor: Tensor
 
     @staticmethod
-    def __new__(cls, tensor: Tensor) -> BoolMask:
-        made: BoolMask = _make_wrapper_tensor(cls, tuple(tensor.shape), tensor.device)
+    def __new__(cls, tensor: Tensor) -> ConditionMask:
+        made: ConditionMask = _make_wrapper_tensor(cls, tuple(tensor.shape), tensor.device)
         made._tensor = tensor
         return made
 
@@ -99,7 +99,7 @@ class BoolMask(Tensor):
         return self.tensor(exposed=True).data_ptr()
 
     def __deepcopy__(self, memo: object) -> Tensor:
-        return BoolMask(self.tensor().clone())
+        return ConditionMask(self.tensor().clone())
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.tensor().clone().__reduce_ex__(protocol)
@@ -116,46 +116,49 @@ class BoolMask(Tensor):
             _refuse_arithmetic(schema, args, kwargs)
         aliases = schema.is_mutable or any(made.alias_info is not None for made in schema.returns)
         plain = lambda mask: mask.tensor(exposed=aliases)
-        made = func(*pytree.tree_map_only(BoolMask, plain, args), **pytree.tree_map_only(BoolMask, plain, kwargs))
+        made = func(
+            *pytree.tree_map_only(ConditionMask, plain, args),
+            **pytree.tree_map_only(ConditionMask, plain, kwargs),
+        )
         if _has_float_tensor(made):
             _refuse_arithmetic(schema, args, kwargs)
         if name in _COMPARISON_OPERATORS:
             return made
         if schema.is_mutable:
             return kwargs.get("out", args[0])
-        return pytree.tree_map_only(Tensor, lambda x: BoolMask(x) if x.dtype == torch.bool else x, made)
+        return pytree.tree_map_only(Tensor, lambda x: ConditionMask(x) if x.dtype == torch.bool else x, made)
 
 
-class LazyMask(BoolMask):
+class LazyMask(ConditionMask):
     """The mask `(batch, 1, queries, keys)` of a model, not materialised: it holds the neighbourhood.
 
-    The attention reads `allowed`. For all other code it is a bool tensor that is materialised on demand: a model can slice
+    The attention reads `state`. For all other code it is a bool tensor that is materialised on demand: a model can slice
     it, move it, concatenate it or write to it, with the same results as for transformers' own mask.
     """
 
-    allowed: NeighbourhoodMask
+    state: LazyMaskState
 
     @staticmethod
-    def __new__(cls, allowed: NeighbourhoodMask) -> LazyMask:
-        made: LazyMask = _make_wrapper_tensor(cls, allowed.shape, allowed.device)
-        made.allowed = allowed
+    def __new__(cls, state: LazyMaskState) -> LazyMask:
+        made: LazyMask = _make_wrapper_tensor(cls, state.shape, state.device)
+        made.state = state
         return made
 
     def tensor(self, exposed: bool = False) -> Bool[Tensor, "batch 1 queries keys"]:
-        self.allowed.exposed |= exposed
-        return self.allowed.tensor()
+        self.state.exposed |= exposed
+        return self.state.tensor()
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"LazyMask({self.allowed.over}, shape={tuple(self.shape)})"
+        return f"LazyMask({self.state.over}, shape={tuple(self.shape)})"
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         kwargs = kwargs or {}
         if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
-            return LazyMask(args[0].allowed)
+            return LazyMask(args[0].state)
         moved = func is torch.ops.aten._to_copy.default and kwargs.get("dtype") in (None, torch.bool)
-        if moved and kwargs.get("device") is not None and not args[0].allowed.exposed:
-            return LazyMask(args[0].allowed.to(kwargs["device"]))
+        if moved and kwargs.get("device") is not None and not args[0].state.exposed:
+            return LazyMask(args[0].state.to(kwargs["device"]))
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
@@ -177,7 +180,7 @@ def _refuse_arithmetic(schema: Any, args: Any, kwargs: Any) -> None:
         return
     names = [argument.name for argument in schema.arguments]
     for name, argument in (*zip(names, args, strict=False), *kwargs.items()):
-        if name not in _CONDITION_ARGUMENTS and any(isinstance(x, BoolMask) for x in pytree.tree_leaves(argument)):
+        if name not in _CONDITION_ARGUMENTS and any(isinstance(x, ConditionMask) for x in pytree.tree_leaves(argument)):
             # Python replaces a TypeError in an operator by "unsupported operand"
             raise ValueError(
                 f"attention_mask must be used as a condition on attn_implementation='polyhead', got {schema.name}: "

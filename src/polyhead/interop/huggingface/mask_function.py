@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from polyhead._torch import is_tracing_or_dataless
-from polyhead.interop.huggingface.lazy_mask import BoolMask, LazyMask, NeighbourhoodMask
+from polyhead.interop.huggingface.lazy_mask import ConditionMask, LazyMask, LazyMaskState
 from polyhead.neighbourhood import Causal, Dense, Neighbourhood, Padding, Segments, Window
 
 
@@ -43,7 +43,7 @@ def polyhead_mask(
     made: Tensor | None = theirs(
         batch_size, q_length, kv_length, q_offset, kv_offset, function, attention_mask, device=device, **options
     )
-    return made if made is None or static_step or traced else BoolMask(made)
+    return made if made is None or static_step or traced else ConditionMask(made)
 
 
 class _MaskExtent(NamedTuple):
@@ -89,7 +89,7 @@ def _read_mask_function(
         keep = nn.functional.pad(keep, (0, used - keep.shape[1]))
         if not keep.all():
             over = over & Padding(keep, queries=False)
-    return LazyMask(NeighbourhoodMask(over, used, (extent.batch, 1, extent.queries, extent.keys), extent.device))
+    return LazyMask(LazyMaskState(over, used, (extent.batch, 1, extent.queries, extent.keys), extent.device))
 
 
 _MaskReader = Callable[[dict[str, Any], _MaskExtent], Neighbourhood | None]
@@ -188,4 +188,4 @@ def _agrees_with_transformers(masks: ModuleType, function: Callable[..., Any], r
     # a closure variable may have another name in this version
     except KeyError:
         return False
-    return ours is not None and torch.equal(ours.allowed.tensor(), theirs)
+    return ours is not None and torch.equal(ours.state.tensor(), theirs)

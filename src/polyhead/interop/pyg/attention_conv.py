@@ -1,4 +1,4 @@
-"""The base class of PyG's three layers: checks, the attention call, explainers and hooks."""
+"""The base class of Polyhead's GATConv, GATv2Conv and TransformerConv: checks, the attention call, explainers and hooks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from polyhead._checks import (
     short_repr,
 )
 from polyhead._torch import refuse_scripting
-from polyhead.attend import run
+from polyhead.attend import run_call
 from polyhead.interop.pyg.edge_index import (
     PreparedEdges,
     check_declared_node_counts,
@@ -78,7 +78,7 @@ else:
 
 
 class AttentionConv(_MessagePassing):
-    """The base class of PyG's layers that attend along the edges of a graph."""
+    """The base class of the drop-in replacements for PyG's layers that attend along the edges of a graph."""
 
     returns_dropped_weights: ClassVar[bool] = True
     """Whether the returned weights are those after dropout."""
@@ -107,8 +107,8 @@ class AttentionConv(_MessagePassing):
         widths = check_integers("in_channels", [in_channels] * 2 if is_integer(in_channels) else in_channels, -1)
         if len(widths) != 2 or 0 in widths:
             raise ValueError(
-                f"in_channels must be an integer, or a pair for sources and destinations, and -1 to infer it from the first input, "
-                f"got {short_repr(in_channels)}"
+                f"in_channels must be a positive integer or a pair (sources, destinations), got {short_repr(in_channels)}; "
+                "-1 infers the size from the first input"
             )
         dropout = check_number("dropout", dropout, 0, 1, "[)")
         self.in_channels, self.out_channels, self.heads, self.concat = in_channels, out_channels, heads, concat
@@ -161,7 +161,7 @@ class AttentionConv(_MessagePassing):
                 raise ValueError(f"size must be (sources, destinations), got {size!r}")
             if self.target_to_source and size[0] != size[1]:
                 raise ValueError(
-                    "size must be the same number twice if flow is 'target_to_source' and x[1] is None, "
+                    "size must be (N, N) if flow is 'target_to_source' and x[1] is None, "
                     f"got {tuple(size)}; pass the features of the destinations"
                 )
             return size[1]
@@ -202,7 +202,7 @@ class AttentionConv(_MessagePassing):
             )
         nodes = (destinations, sources) if self.target_to_source else (sources, destinations)
         check_declared_node_counts(edge_index, nodes, loops)
-        # aggregations other than sums count messages
+        # a mean or maximum would count self-loops that are only masked by -inf, so these are really removed
         exact = exact or self.aggr not in _SUM_AGGREGATIONS
         return prepare_edges(edge_index, pairs, nodes, loops=loops, target_to_source=self.target_to_source, exact=exact)
 
@@ -226,7 +226,7 @@ class AttentionConv(_MessagePassing):
         by_weights = by_messages or self.needs_weights or (need_weights and mask is not None)
         graph = edges.with_attributes(features, None if by_weights else mask)
         call = check_and_make_call(q, k, v, AttentionOptions(graph, score, bias=edges.bias, dropout=dropout))
-        out = None if by_weights else run(call)[0]
+        out = None if by_weights else run_call(call)[0]
         if out is not None and not need_weights:
             return out, None
         pairs = graph.edge_index
@@ -265,7 +265,7 @@ class AttentionConv(_MessagePassing):
         if mask is None:
             raise ValueError("explain=True needs an edge mask, got None; call the layer through an explainer")
         mask = mask.sigmoid() if self._apply_sigmoid else mask
-        return edges.extend_to_loops(mask, mask.new_ones(edges.loops))
+        return edges.append_self_loop_rows(mask, mask.new_ones(edges.loops))
 
     def _needs_messages(self) -> bool:
         """Whether a hook, an overridden method or `aggr` needs the messages themselves, edges x heads x channels."""
@@ -308,7 +308,7 @@ class AttentionConv(_MessagePassing):
         return alpha.unsqueeze(-1) * x_j
 
     def _set_jittable_templates(self, raise_on_error: bool = False) -> None:
-        """Skipped: PyG would write and import a file here, which is hardly ever used."""
+        """Do nothing: PyG generates a module for TorchScript here, which these layers refuse."""
 
     __prepare_scriptable__ = partialmethod(refuse_scripting, instead=_TRACING_ALTERNATIVES)
 

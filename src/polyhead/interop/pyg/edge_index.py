@@ -34,7 +34,7 @@ class PreparedEdges(NamedTuple):
     # -inf for self-loops that could not be removed, 0 for all other edges
     bias: Float[Tensor, " edges"] | None
 
-    def extend_to_loops(self, x: Tensor, loop_rows: Tensor) -> Tensor:
+    def append_self_loop_rows(self, x: Tensor, loop_rows: Tensor) -> Tensor:
         """Rows for all edges, from those of the input edges and those of the added self-loops."""
         return torch.cat((x if self.remaining is None else x[self.remaining], loop_rows)) if self.loops else x
 
@@ -214,9 +214,11 @@ def self_loop_features(
     # existing self-loops go to an extra node, which is dropped
     at = torch.where(source == destination, nodes, destination)
     at = at.reshape(-1, *(1,) * (features.dim() - 1)).expand_as(features)
-    wide = to_at_least_fp32(features)
-    initial = wide.new_full((nodes + 1, *wide.shape[1:]), 1.0 if fill == "mul" else 0.0)
-    return initial.scatter_reduce(0, at, wide, SCATTER_REDUCTIONS[fill], include_self=False)[:loops].to(features.dtype)
+    promoted = to_at_least_fp32(features)
+    initial = promoted.new_full((nodes + 1, *promoted.shape[1:]), 1.0 if fill == "mul" else 0.0)
+    return initial.scatter_reduce(0, at, promoted, SCATTER_REDUCTIONS[fill], include_self=False)[:loops].to(
+        features.dtype
+    )
 
 
 # Sorted edges, for all layers. An edge_index is identified by weak references to its storages: a weak reference prevents the

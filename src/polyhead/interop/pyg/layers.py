@@ -86,7 +86,7 @@ class _AdditiveAttentionConv(AttentionConv):
         if features is not None and edges.loops:
             # nodes of the second row, for either flow
             nodes = (k if self.target_to_source else q).shape[1]
-            features = edges.extend_to_loops(
+            features = edges.append_self_loop_rows(
                 features, self_loop_features(self.fill_value, features, pairs, nodes, edges.loops)
             )
         out, alpha = self._attend(q, k, k, score, edges, features, need_weights)
@@ -197,7 +197,7 @@ class GATConv(_AdditiveAttentionConv):
         edge = None
         if self.lin_edge is not None and self.att_edge is not None:
             edge = (self.att_edge[0][:, None] @ self.lin_edge.weight_by_head(self.heads))[:, 0]
-        score = GAT.of(self.att_dst[0], self.att_src[0], edge, negative_slope=self.negative_slope)
+        score = GAT.from_tensors(self.att_dst[0], self.att_src[0], edge, negative_slope=self.negative_slope)
         return self._attend_along_edges(q, k, score, edge_index, edge_attr, residual, bool(return_attention_weights))
 
     def _own_or_shared_linear(self, own: Linear | None) -> Linear:
@@ -206,7 +206,7 @@ class GATConv(_AdditiveAttentionConv):
         return linear
 
     def _old_parameter_names(self) -> old_parameter_names.NewNameByOld:
-        return old_parameter_names.gat_names(shared=self.lin is not None)
+        return old_parameter_names.old_gat_parameter_names(shared=self.lin is not None)
 
 
 class GATv2Conv(_AdditiveAttentionConv):
@@ -265,7 +265,7 @@ class GATv2Conv(_AdditiveAttentionConv):
         k = self._split_heads(self.lin_l(x_src))
         q = k if x_dst is x_src and self.share_weights else self._split_heads(self.lin_r(x_dst))
         edge = None if self.lin_edge is None else self.lin_edge.weight_by_head(self.heads)
-        score = GATv2.of(self.att[0], edge, negative_slope=self.negative_slope)
+        score = GATv2.from_tensors(self.att[0], edge, negative_slope=self.negative_slope)
         return self._attend_along_edges(q, k, score, edge_index, edge_attr, residual, bool(return_attention_weights))
 
     def _old_parameter_names(self) -> old_parameter_names.NewNameByOld:

@@ -14,7 +14,7 @@ GATV2_NAMES = {"fc_src": "lin_l", "fc_dst": "lin_r", "attn": "att", "res_fc": "r
 DGL_NAMES = ("fc", "fc_src", "fc_dst", "attn", "attn_l", "attn_r", "res_fc")
 
 
-def gat_names(shared: bool) -> NewNameByOld:
+def old_gat_parameter_names(shared: bool) -> NewNameByOld:
     """The names of a GATConv, whose linear map for sources and destinations may be shared."""
     source, destination = ("lin", "lin") if shared else ("lin_src", "lin_dst")
     return {
@@ -38,7 +38,8 @@ def rename_state_dict_keys(state: MutableMapping[str, Tensor], prefix: str, name
         value = state.pop(key)
         if new in state and not torch.equal(state[new], value):
             errors.append(
-                f"{key} must be equal to the other old parameter for {new}, got other values; pass a pair as in_channels"
+                f"{key} must be equal to the other old key that maps to {new}, got different values; build the layer with "
+                "in_channels=(n, n) for separate weights of sources and destinations"
             )
         state[new] = value
     return errors

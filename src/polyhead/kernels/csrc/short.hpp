@@ -9,7 +9,7 @@
 #include "simd/hash.hpp"
 #include "simd/math.hpp"
 #include "simd/scratch.hpp"
-#include "problem.hpp"
+#include "kernel_arguments.hpp"
 
 namespace polyhead {
 namespace {

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from polyhead._checks import WrongType, check_number, check_tensor, describe_type
+from polyhead._checks import WrongType, check_dense_tensor, check_number, describe_type
 from polyhead._torch import (
     is_fx_proxy,
     is_torch_intercepted,
@@ -31,10 +31,10 @@ from polyhead.nn.checks import check_optional_sizes, explain_input_mismatch
 from polyhead.nn.conv.extract import (
     TapOffsets,
     build_conv,
-    check_content_free,
+    check_scores_ignore_content,
     find_fixed_offsets,
     output_bias,
-    smallest_geometry,
+    smallest_conv_geometry,
     tap_matrices,
 )
 from polyhead.nn.conv.geometry import CONVOLUTIONS, Geometry, read_geometry
@@ -74,10 +74,10 @@ class ConvolutionalAttention(nn.Module):
         if is_fx_proxy(image):
             return record_fx_call(self, image)
         x, sizes = self._image_to_items(image)
-        outputs = self.geometry.outputs(sizes)
+        outputs = self.geometry.output_sizes(sizes)
         query = _select_centre_queries(x, self.geometry, sizes, outputs)
         with explain_input_mismatch(self, image=image):
-            y, heads = self.attention(query, None if query is x else x, over=self.over(sizes, x.device))
+            y, heads = self.attention(query, None if query is x else x, over=self.neighbourhood(sizes, x.device))
         y = y.squeeze(-1) if self.channelwise else y.transpose(-2, -1)
         # same memory format as a convolution's output: channels last only for channels-last input
         y = y.contiguous() if image.is_contiguous() else y
@@ -88,11 +88,11 @@ class ConvolutionalAttention(nn.Module):
     def explain(self, image: Float[Tensor, "*batch channels *sizes"]) -> Explanation:
         """Which kernel a call with this image uses, and why faster ones refuse. No attention is computed."""
         x, sizes = self._image_to_items(image)
-        query = _select_centre_queries(x, self.geometry, sizes, self.geometry.outputs(sizes))
-        return self.attention.explain(query, None if query is x else x, over=self.over(sizes, x.device))
+        query = _select_centre_queries(x, self.geometry, sizes, self.geometry.output_sizes(sizes))
+        return self.attention.explain(query, None if query is x else x, over=self.neighbourhood(sizes, x.device))
 
     def _image_to_items(self, image: Tensor) -> tuple[Float[Tensor, "*batch points channels"], tuple[int, ...]]:
-        if not check_tensor("image", image, "of floating-point numbers").is_floating_point():
+        if not check_dense_tensor("image", image, "of floating-point numbers").is_floating_point():
             raise ValueError(f"image must be a tensor of floating-point numbers, got {image.dtype}")
         axes, channels = self.geometry.axes, self.attention.d_model
         if image.dim() not in (axes + 1, axes + 2) or (not self.channelwise and image.shape[-axes - 1] != channels):
@@ -106,16 +106,16 @@ class ConvolutionalAttention(nn.Module):
         return x, tuple(image.shape[-axes:])
 
     @property
-    def points(self) -> TapOffsets:
+    def tap_offsets(self) -> TapOffsets:
         """Offset from the query at which each head looks."""
         taps, kept = self.geometry.taps, getattr(self.attention, KEPT_HEADS_BUFFER, None)
         return tuple(taps) if kept is None else tuple(taps[head] for head in kept.tolist())
 
-    def over(self, sizes: tuple[int, ...], device: torch.device | str = "cpu") -> Neighbourhood:
+    def neighbourhood(self, sizes: tuple[int, ...], device: torch.device | str = "cpu") -> Neighbourhood:
         """The neighbourhood of an image of these sizes."""
         # tensors made under a transform or a mode must not be cached
         make = _tap_neighbourhood if is_tracing_or_dataless() or is_torch_intercepted() else _cached_tap_neighbourhood
-        points = self.points if self.attention.position is None else None
+        points = self.tap_offsets if self.attention.position is None else None
         return make(self.geometry, points, tuple(sizes), torch.device(device))
 
     def certificate(self, image: Float[Tensor, "*batch channels *sizes"]) -> Certificate:
@@ -126,13 +126,13 @@ class ConvolutionalAttention(nn.Module):
         """
         x, sizes = self._image_to_items(image)
         layer, heads = self.attention, self.attention.num_heads
-        check_content_free(layer)
+        check_scores_ignore_content(layer)
         if layer.position is None:
             return Certificate(torch.zeros(heads, dtype=torch.float64, device=x.device), 0.0)
-        target = _tap_neighbourhood(self.geometry, self.points, sizes, x.device)
+        target = _tap_neighbourhood(self.geometry, self.tap_offsets, sizes, x.device)
         assert isinstance(target, Offsets)
         point = target.index[..., 0]
-        leaked = self._leaked_weight(self.over(sizes, x.device), point)
+        leaked = self._leaked_weight(self.neighbourhood(sizes, x.device), point)
         gain = torch.linalg.matrix_norm(tap_matrices(layer).double(), 2)
         # leaked weight is taken from one point and given to another, or comes from none (beyond the border)
         moved = torch.where(point < 0, 1.0, 2.0) * leaked * gain[:, None]
@@ -257,15 +257,15 @@ def _factorise_taps(
     kernel: Float[Tensor, "taps out in"], width: int, geometry: Geometry
 ) -> tuple[Float[Tensor, "taps out width"], Float[Tensor, "taps width in"]]:
     """Each tap as a product of two matrices of rank `width`."""
-    wide = kernel.to(torch.promote_types(kernel.dtype, torch.float32))
-    rank = torch.linalg.matrix_rank(wide)
+    promoted = kernel.to(torch.promote_types(kernel.dtype, torch.float32))
+    rank = torch.linalg.matrix_rank(promoted)
     if not kernel.is_meta and bool((rank > width).any()):
         worst = int(rank.argmax())
         raise ValueError(
             f"head_dim must be at least {int(rank.max())}, the rank of the tap at {geometry.taps[worst]}, got {width}; None makes heads take "
             "the points themselves"
         )
-    u, s, v = torch.linalg.svd(wide, full_matrices=False)
+    u, s, v = torch.linalg.svd(promoted, full_matrices=False)
     used = min(width, s.shape[-1])
     root = s[:, :used].sqrt()
     left, right = u[..., :used] * root[:, None], root[..., None] * v[:, :used]
@@ -303,7 +303,7 @@ def _tap_neighbourhood(
     geometry: Geometry, points: TapOffsets | None, sizes: tuple[int, ...], device: torch.device
 ) -> Neighbourhood:
     """One point per head, or the whole grid if `points` is None."""
-    outputs = geometry.outputs(sizes)
+    outputs = geometry.output_sizes(sizes)
     if points is None:
         return Grid(*sizes, stride=geometry.stride, outputs=outputs)
     # tensors made in inference mode cannot be used in training
@@ -349,12 +349,12 @@ def to_conv(layer: ConvolutionalAttention | MultiHeadAttention, *, leak: float =
             )
     if not isinstance(attention, MultiHeadAttention):
         raise WrongType(f"layer must be a result of from_conv or a MultiHeadAttention, got {describe_type(layer)}")
-    check_content_free(attention)
+    check_scores_ignore_content(attention)
     if isinstance(attention.position, QuadraticOffset):
         points = find_fixed_offsets(attention.position, attention.sink, leak)
-        geometry = geometry or smallest_geometry(points, attention.position.padding)
+        geometry = geometry or smallest_conv_geometry(points, attention.position.padding)
     elif isinstance(layer, ConvolutionalAttention):
-        points = layer.points
+        points = layer.tap_offsets
     else:
         raise ValueError(
             "layer must have heads that look at fixed points, as with position=QuadraticOffset(…) or a result of from_conv; here `over` and "

@@ -25,7 +25,7 @@ TapOffsets = tuple[tuple[int, ...], ...]
 _LEAK_RADIUS = 8
 
 
-def check_content_free(layer: MultiHeadAttention) -> None:
+def check_scores_ignore_content(layer: MultiHeadAttention) -> None:
     """Raise unless attention weights are independent of the content, and the output is that of the attention alone."""
     if type(layer.score) is not Dot:
         raise ValueError(
@@ -170,7 +170,7 @@ def leaked_weight_per_head(position: QuadraticOffset, sink: Float[Tensor, " head
     return torch.maximum(leaked, torch.sigmoid(others - sunk)) if zeros else leaked
 
 
-def smallest_geometry(points: TapOffsets, mode: str) -> Geometry:
+def smallest_conv_geometry(points: TapOffsets, mode: str) -> Geometry:
     """The smallest kernel with odd sides that has these taps and keeps the size of an image."""
     reach = [max(abs(point[axis]) for point in points) for axis in range(len(points[0]))]
     ones = (1,) * len(reach)

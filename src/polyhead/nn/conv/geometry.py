@@ -57,39 +57,39 @@ class Geometry(NamedTuple):
         axes = zip(self.kernel, self.dilation, self.padding, strict=True)
         return tuple(step * ((n - 1) // 2) - low for n, step, (low, _) in axes)
 
-    def outputs(self, sizes: tuple[int, ...]) -> tuple[int, ...]:
+    def output_sizes(self, sizes: tuple[int, ...]) -> tuple[int, ...]:
         """Output size per axis.
 
         Raises:
             ValueError: if the image is too small.
         """
-        self._check(sizes)
+        self._check_image_sizes(sizes)
         outputs = []
         for axis, n in enumerate(sizes):
             (low, high), stride = self.padding[axis], self.stride[axis]
-            free = n + low + high - self._span[axis]
+            free = n + low + high - self._window_sizes[axis]
             count = (free + (stride - 1 if self.ceil else 0)) // stride + 1
             # the last window must begin inside the image or the padding before it
             outputs.append(count - 1 if self.ceil and (count - 1) * stride >= n + low else count)
         return tuple(outputs)
 
     @property
-    def _span(self) -> tuple[int, ...]:
+    def _window_sizes(self) -> tuple[int, ...]:
         """Size of a window per axis, with dilation."""
         return tuple(step * (n - 1) + 1 for n, step in zip(self.kernel, self.dilation, strict=True))
 
-    def _check(self, sizes: tuple[int, ...]) -> None:
+    def _check_image_sizes(self, sizes: tuple[int, ...]) -> None:
         padded = tuple(n + low + high for n, (low, high) in zip(sizes, self.padding, strict=True))
-        if any(n < 1 for n in sizes) or any(n < span for n, span in zip(padded, self._span, strict=True)):
+        if any(n < 1 for n in sizes) or any(n < span for n, span in zip(padded, self._window_sizes, strict=True)):
             raise ValueError(
-                f"image must be at least as large as the kernel, which spans {format_sizes(self._span)}, got {format_sizes(sizes)}, "
+                f"image must be at least as large as the kernel, which spans {format_sizes(self._window_sizes)}, got {format_sizes(sizes)}, "
                 f"{format_sizes(padded)} with padding"
             )
         widest = tuple(max(pair) for pair in self.padding)
         least = {"reflect": 1, "circular": 0}.get(self.mode)
-        if least is not None and any(n < wide + least for n, wide in zip(sizes, widest, strict=True)):
+        if least is not None and any(n < window + least for n, window in zip(sizes, widest, strict=True)):
             raise ValueError(
-                f"image must be at least {format_sizes(tuple(wide + least for wide in widest))} for padding_mode={self.mode!r} with padding "
+                f"image must be at least {format_sizes(tuple(window + least for window in widest))} for padding_mode={self.mode!r} with padding "
                 f"{format_sizes(widest)}, got {format_sizes(sizes)}"
             )
 

@@ -1,5 +1,5 @@
-// The scores of a block of edges in quads, (edges / 4, heads, 4): four edges of a head are adjacent, and all the
-// arithmetic between the products runs over one flat array.
+// The scores of a block of edges in quads, (edges / 4, heads, 4): four edges of a head are adjacent, so that everything between
+// the two products (activation, softmax) vectorises over one contiguous array.
 #pragma once
 
 #include "simd/math.hpp"
@@ -120,9 +120,9 @@ POLYHEAD_INLINE void quad_sums(const T *x, int64_t quads, int64_t width, T *tota
     }
 }
 
-// Calls f with the widest vector that divides the heads of a quad: a native one, or four lanes.
+// Calls f with the native vector type if its lanes divide `width`, else with one of four lanes.
 template <class T, class F>
-POLYHEAD_INLINE void with_vector(int64_t width, F f) {
+POLYHEAD_INLINE void with_widest_vector(int64_t width, F f) {
     if (NATIVE<T> > 4 && width % NATIVE<T> == 0)
         f(Vec<T, (NATIVE<T> > 4 ? NATIVE<T> : 4)>{});
     else

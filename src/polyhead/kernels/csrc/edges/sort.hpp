@@ -1,4 +1,4 @@
-// The edges by destination and by source: two counting sorts.
+// Builds CSR (by destination) and CSC (by source) from COO edges, by two counting sorts.
 #pragma once
 
 #include <cstdint>
@@ -8,10 +8,11 @@ namespace polyhead {
 struct Edges {
     const void *sources, *destinations;
     int64_t source_stride, destination_stride;
-    bool wide;  // int64, else int32
+    bool is_int64;  // else int32
     int64_t count, num_sources, num_destinations;
 };
 
+// Both orders. out_slot: the position of an edge in the order by destination.
 struct CSR {
     int32_t *indptr, *indices, *edge_id;           // by destination
     int32_t *out_indptr, *out_slot, *out_indices;  // by source

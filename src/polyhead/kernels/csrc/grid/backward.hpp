@@ -11,14 +11,14 @@ namespace polyhead {
 namespace {
 
 template <class T>
-struct GridBackward : GridWork<T> {
-    using Base = GridWork<T>;
+struct GridBackward : GridForward<T> {
+    using Base = GridForward<T>;
     using Base::L, Base::ROWS, Base::in, Base::cut, Base::part, Base::runs, Base::num_runs, Base::dropout, Base::table;
     using Base::around_k, Base::around_v, Base::own_q, Base::outside, Base::scores, Base::sum_v;
     using typename Base::V;
     // neighbours processed at once, with scores and gradients
     static constexpr int64_t CAPACITY = 96;
-    static_assert(CAPACITY >= GridCut::LONG && CAPACITY <= Base::FORWARD, "a run is not divided, and its scores fit");
+    static_assert(CAPACITY >= GridPartition::MAX_RUN && CAPACITY <= Base::FORWARD, "a run is not divided, and its scores fit");
 
     const GridGradients *gradients = nullptr;
     // rows of queries and of d_out: those in the ring, those of a block; and one row of the outputs
@@ -31,7 +31,7 @@ struct GridBackward : GridWork<T> {
     // the rows of the current block
     const T *first_rows[ROWS], *second_rows[ROWS], *lse_rows[ROWS], *delta_rows[ROWS];
 
-    GridBackward(const Grid &problem, const GridCut &sizes, KeyRun *run_memory) : Base(problem, sizes, run_memory) {}
+    GridBackward(const Grid &problem, const GridPartition &sizes, KeyRun *run_memory) : Base(problem, sizes, run_memory) {}
 
     template <class Take>
     void allocate(Take take) {
@@ -53,11 +53,11 @@ struct GridBackward : GridWork<T> {
         this->load_row(gradients->d_out, h, row, in.width, side, d_out);
         this->load_row(in.out, h, row, in.width, side, spare);
         // weights outside the grid are zero
-        this->load_numbers(static_cast<const T *>(in.lse) + numbers, row, side, lse, -NEGATIVE_INFINITY<T>);
+        this->load_point_scalars(static_cast<const T *>(in.lse) + numbers, row, side, lse, -NEGATIVE_INFINITY<T>);
         if (gradients->d_lse)
-            this->load_numbers(static_cast<const T *>(gradients->d_lse) + numbers, row, side, delta, 0);
+            this->load_point_scalars(static_cast<const T *>(gradients->d_lse) + numbers, row, side, delta, 0);
         else
-            this->clear(delta, cut.pitch);
+            this->fill_with_zeros(delta, cut.pitch);
         for (int64_t c = 0; c < cut.pitch; c += L) {
             V sum = -load<V>(delta + c);
             for (int64_t d = 0; d < in.width * cut.pitch; d += cut.pitch) sum += load<V>(d_out + d + c) * load<V>(spare + d + c);
@@ -65,15 +65,15 @@ struct GridBackward : GridWork<T> {
         }
     }
 
-    void load_around(int64_t h, int64_t row, int64_t side) {
+    void load_queries_into_ring(int64_t h, int64_t row, int64_t side) {
         const int64_t at = row % cut.ring * cut.pitch;
         load_queries(h, row, side, around_q + at * in.dim, around_out + at * in.width, around_lse + at, around_delta + at);
     }
 
     void begin_queries(const GridPart &next, int64_t h) {
-        this->begin(next, h);
+        this->begin_part(next, h);
         this->mark_outside();
-        if (table) this->clear(table_sums, cut.offsets * L);
+        if (table) this->fill_with_zeros(table_sums, cut.offsets * L);
     }
 
     void write_table(T *d_table) const {
@@ -84,47 +84,49 @@ struct GridBackward : GridWork<T> {
     }
 
     // dq, and the gradient of the table
-    void by_queries(const GridPart &next, T *d_table) {
+    void compute_query_gradients(const GridPart &next, T *d_table) {
         begin_queries(next, next.h);
         for (int r = 0; r < ROWS; ++r) {
             first_rows[r] = own_q + r * in.dim * cut.pitch, second_rows[r] = own_out + r * in.width * cut.pitch;
             lse_rows[r] = own_lse + r * cut.pitch, delta_rows[r] = own_delta + r * cut.pitch;
         }
         auto fetch = [&](int64_t row) { this->load_keys(row, next.h); };
-        this->sweep(fetch, [&](int64_t row, int64_t rows) {
+        this->sweep_rows(fetch, [&](int64_t row, int64_t rows) {
             for (int64_t r = 0; r < rows; ++r)
                 load_queries(next.h, row + r * cut.step_y, 0, own_q + r * in.dim * cut.pitch, own_out + r * in.width * cut.pitch,
                              own_lse + r * cut.pitch, own_delta + r * cut.pitch);
-            for (int64_t x = 0; x < part.points; x += L) by_queries_at(next.h, row, rows, x, true);
+            for (int64_t x = 0; x < part.points; x += L) query_gradients_of_vector(next.h, row, rows, x, true);
         });
         write_table(d_table);
     }
 
     // the place of an offset in ring_weights and ring_grads
-    int64_t ring_at(int64_t row, int64_t number, int64_t x) const {
+    int64_t ring_index(int64_t row, int64_t number, int64_t x) const {
         return ((row % cut.ring) * cut.offsets + number) * cut.pitch + cut.left + x;
     }
 
     // `whole`: also sum dq and the gradient of the table; else only fill the ring
-    void by_queries_at(int64_t h, int64_t row, int64_t rows, int64_t x, bool whole) {
+    void query_gradients_of_vector(int64_t h, int64_t row, int64_t rows, int64_t x, bool whole) {
         V lse[ROWS], delta[ROWS];
         int64_t at_ring[ROWS];
         for (int r = 0; r < ROWS; ++r) {
             lse[r] = load<V>(lse_rows[r] + cut.left + x), delta[r] = load<V>(delta_rows[r] + cut.left + x);
-            at_ring[r] = ring_at(row + r * cut.step_y, 0, x);
+            at_ring[r] = ring_index(row + r * cut.step_y, 0, x);
         }
         const bool tabled = table && whole;
         for (int64_t first = 0, last; first < num_runs; first = last) {
-            last = this->chunk(first, CAPACITY);
-            this->dots(first, last, first_rows, in.dim, x, around_k, outside, scores);
-            this->dots(first, last, second_rows, in.width, x, around_v, zeros, grads);
-            this->each(first, last, [&](const KeyRun &s, int r, int64_t at, int64_t number, int64_t shift) POLYHEAD_ALWAYS {
+            last = this->assign_score_slots(first, CAPACITY);
+            this->compute_dots(first, last, first_rows, in.dim, x, around_k, outside, scores);
+            this->compute_dots(first, last, second_rows, in.width, x, around_v, zeros, grads);
+            this->for_each_score(first, last,
+                                 [&](const KeyRun &s, int r, int64_t at, int64_t number, int64_t shift) POLYHEAD_ALWAYS_INLINE {
                 V score = load<V>(scores + at), grad = load<V>(grads + at);
                 if (table) score = score + table[number];
                 const V weight = exponential<T, L>(score - lse[r]);
                 V dropped = weight;
                 if (dropout.on) {
-                    const V keep = this->dropout_at(this->point(row + r * cut.step_y, x), this->point(s.row, x + shift));
+                    const V keep = this->dropout_at(this->point_index(row + r * cut.step_y, x),
+                                                    this->point_index(s.row, x + shift));
                     grad *= keep, dropped *= keep;
                 }
                 const V ds = weight * (grad - delta[r]);
@@ -135,39 +137,39 @@ struct GridBackward : GridWork<T> {
                 }
                 if (tabled) store(table_sums + number * L, load<V>(table_sums + number * L) + ds);
             });
-            if (whole) this->sums(first, last, grads, in.dim, x, around_k, sum_k);
+            if (whole) this->compute_sums(first, last, grads, in.dim, x, around_k, sum_k);
         }
         for (int64_t r = 0; whole && r < rows; ++r)
             this->store_sums(sum_k + r * in.dim * L, in.dim, gradients->dq, h, row + r * cut.step_y, x, T(in.scale), false);
     }
 
     // dk and dv, from all query heads that share these keys, one after the other
-    void by_keys(const GridPart &next) {
+    void compute_key_gradients(const GridPart &next) {
         const int64_t group = in.heads / in.key_heads;
         for (int r = 0; r < ROWS; ++r)
             first_rows[r] = own_q + r * in.dim * cut.pitch, second_rows[r] = own_out + r * in.width * cut.pitch;
         for (int64_t h = next.h * group; h < (next.h + 1) * group; ++h) {
-            this->begin(next, h);
-            auto fetch = [&](int64_t row) { load_around(h, row, cut.pad); };
-            this->sweep(fetch, [&](int64_t row, int64_t rows) {
+            this->begin_part(next, h);
+            auto fetch = [&](int64_t row) { load_queries_into_ring(h, row, cut.pad); };
+            this->sweep_rows(fetch, [&](int64_t row, int64_t rows) {
                 for (int64_t r = 0; r < rows; ++r) {
                     this->load_row(in.k, part.h, row + r * cut.step_y, in.dim, 0, own_q + r * in.dim * cut.pitch);
                     this->load_row(in.v, part.h, row + r * cut.step_y, in.width, 0, own_out + r * in.width * cut.pitch);
                 }
-                for (int64_t x = 0; x < part.points; x += L) by_keys_at(row, rows, x, h > next.h * group);
+                for (int64_t x = 0; x < part.points; x += L) key_gradients_of_vector(row, rows, x, h > next.h * group);
             });
         }
     }
 
-    void by_keys_at(int64_t row, int64_t rows, int64_t x, bool add) {
+    void key_gradients_of_vector(int64_t row, int64_t rows, int64_t x, bool add) {
         for (int64_t first = 0, last; first < num_runs; first = last) {
-            last = this->chunk(first, CAPACITY);
+            last = this->assign_score_slots(first, CAPACITY);
             if (cut.keeps)
-                load_weights(first, last, x);
+                load_weights_from_ring(first, last, x);
             else
-                compute_weights(first, last, row, x);
-            this->sums(first, last, scores, in.width, x, around_out, sum_v);
-            this->sums(first, last, grads, in.dim, x, around_q, sum_k);
+                recompute_weights(first, last, row, x);
+            this->compute_sums(first, last, scores, in.width, x, around_out, sum_v);
+            this->compute_sums(first, last, grads, in.dim, x, around_q, sum_k);
         }
         for (int64_t r = 0; r < rows; ++r) {
             const int64_t key_row = row + r * cut.step_y;
@@ -179,24 +181,26 @@ struct GridBackward : GridWork<T> {
     // The offset from key to query, given the one from query to key.
     int64_t opposite(int64_t number) const { return cut.offsets - 1 - number; }
 
-    void load_weights(int64_t first, int64_t last, int64_t x) {
-        this->each(first, last, [&](const KeyRun &s, int, int64_t at, int64_t number, int64_t shift) POLYHEAD_ALWAYS {
-            const int64_t from = ring_at(s.place, opposite(number), x + shift);
+    void load_weights_from_ring(int64_t first, int64_t last, int64_t x) {
+        this->for_each_score(first, last,
+                             [&](const KeyRun &s, int, int64_t at, int64_t number, int64_t shift) POLYHEAD_ALWAYS_INLINE {
+            const int64_t from = ring_index(s.ring_slot, opposite(number), x + shift);
             store(scores + at, load<V>(ring_weights + from)), store(grads + at, load<V>(ring_grads + from));
         });
     }
 
-    void compute_weights(int64_t first, int64_t last, int64_t row, int64_t x) {
-        this->dots(first, last, first_rows, in.dim, x, around_q, zeros, scores);
-        this->dots(first, last, second_rows, in.width, x, around_out, zeros, grads);
-        this->each(first, last, [&](const KeyRun &s, int r, int64_t at, int64_t number, int64_t shift) POLYHEAD_ALWAYS {
-            const int64_t place = s.place * cut.pitch + cut.left + x + shift;
+    void recompute_weights(int64_t first, int64_t last, int64_t row, int64_t x) {
+        this->compute_dots(first, last, first_rows, in.dim, x, around_q, zeros, scores);
+        this->compute_dots(first, last, second_rows, in.width, x, around_out, zeros, grads);
+        this->for_each_score(first, last,
+                             [&](const KeyRun &s, int r, int64_t at, int64_t number, int64_t shift) POLYHEAD_ALWAYS_INLINE {
+            const int64_t place = s.ring_slot * cut.pitch + cut.left + x + shift;
             V score = load<V>(scores + at), grad = load<V>(grads + at);
             if (table) score = score + table[opposite(number)];
             const V weight = exponential<T, L>(score - load<V>(around_lse + place));
             V dropped = weight;
             if (dropout.on) {
-                const V keep = this->dropout_at(this->point(s.row, x + shift), this->point(row + r * cut.step_y, x));
+                const V keep = this->dropout_at(this->point_index(s.row, x + shift), this->point_index(row + r * cut.step_y, x));
                 grad *= keep, dropped *= keep;
             }
             store(scores + at, dropped), store(grads + at, weight * (grad - load<V>(around_delta + place)));
@@ -204,16 +208,16 @@ struct GridBackward : GridWork<T> {
     }
 
     // All gradients of one key head and of the query heads that share it: keys follow when all queries around them are done.
-    void together(const GridPart &next, T *tables) {
+    void compute_all_gradients(const GridPart &next, T *tables) {
         const int64_t group = in.heads / in.key_heads;
         for (int64_t h = next.h * group; h < (next.h + 1) * group; ++h) {
             begin_queries(next, h);
-            follow(h, h > next.h * group);
+            sweep_queries_then_keys(h, h > next.h * group);
             write_table(tables + h * cut.offsets);
         }
     }
 
-    void follow(int64_t h, bool add) {
+    void sweep_queries_then_keys(int64_t h, bool add) {
         const int64_t last = min_of(cut.rows, part.stop + cut.halo);
         int64_t row = max_of(0, part.row - cut.halo), next = max_of(0, row - cut.halo), done = part.row;
         while (row < last) {
@@ -221,23 +225,23 @@ struct GridBackward : GridWork<T> {
             const bool whole = row >= part.row && row < part.stop;
             const int64_t end = this->block_end(row, row < part.row ? part.row : whole ? part.stop : last);
             for (; next < min_of(cut.rows, end + cut.halo); ++next) this->load_keys(next, h);
-            for (int64_t at = row; at < end; ++at) load_around(h, at, 0);
-            this->blocks(row, end, [&](int64_t at, int64_t rows) {
-                for (int r = 0; r < ROWS; ++r) point_at(r, at + (r < rows ? r : 0) * cut.step_y);
-                for (int64_t x = 0; x < part.points; x += L) by_queries_at(h, at, rows, x, whole);
+            for (int64_t at = row; at < end; ++at) load_queries_into_ring(h, at, 0);
+            this->for_each_row_block(row, end, [&](int64_t at, int64_t rows) {
+                for (int r = 0; r < ROWS; ++r) use_ring_row(r, at + (r < rows ? r : 0) * cut.step_y);
+                for (int64_t x = 0; x < part.points; x += L) query_gradients_of_vector(h, at, rows, x, whole);
             });
             for (row = end; done < part.stop;) {
                 const int64_t stop = this->block_end(done, part.stop);
                 if (row < min_of(last, stop + cut.halo)) break;
-                this->blocks(done, stop, [&](int64_t at, int64_t rows) {
-                    for (int64_t x = 0; x < part.points; x += L) by_keys_at(at, rows, x, add);
+                this->for_each_row_block(done, stop, [&](int64_t at, int64_t rows) {
+                    for (int64_t x = 0; x < part.points; x += L) key_gradients_of_vector(at, rows, x, add);
                 });
                 done = stop;
             }
         }
     }
 
-    void point_at(int r, int64_t row) {
+    void use_ring_row(int r, int64_t row) {
         const int64_t at = row % cut.ring * cut.pitch;
         first_rows[r] = around_q + at * in.dim, second_rows[r] = around_out + at * in.width;
         lse_rows[r] = around_lse + at, delta_rows[r] = around_delta + at;
@@ -249,8 +253,8 @@ bool grid_backward(const Grid &in, const GridGradients &g) {
     using Worker = GridBackward<T>;
     // the weights and gradients that a thread keeps: beyond a core's own cache it is faster to compute them again
     constexpr int64_t MAX_KEPT = (int64_t(3) << 19) / int64_t(sizeof(T));
-    GridCut cut(in, NATIVE<T>, Worker::ROWS, true);
-    if (cut.pieces > 1 || 2 * cut.ring * cut.offsets * cut.pitch > MAX_KEPT) cut = GridCut(in, NATIVE<T>, Worker::ROWS);
+    GridPartition cut(in, NATIVE<T>, Worker::ROWS, true);
+    if (cut.pieces > 1 || 2 * cut.ring * cut.offsets * cut.pitch > MAX_KEPT) cut = GridPartition(in, NATIVE<T>, Worker::ROWS);
     // Each part has its own sums, added in a fixed order whatever the threads do. The memory of the sums limits the number of
     // parts computed at once, which is at least the number of threads.
     constexpr int64_t SUMS = (int64_t(1) << 25) / int64_t(sizeof(T));
@@ -262,7 +266,7 @@ bool grid_backward(const Grid &in, const GridGradients &g) {
     double *sums = table_sums.as<double>();
     T *tables = part_tables.as<T>(), *d_table = static_cast<T *>(g.d_table);
     auto over = [&](int64_t heads, int64_t first, int64_t stop, auto work) {
-        return over_parts<T, Worker>(in, cut, heads, first, stop, [&](Worker &own, const GridPart &part, int64_t number) {
+        return for_each_part<T, Worker>(in, cut, heads, first, stop, [&](Worker &own, const GridPart &part, int64_t number) {
             own.gradients = &g;
             work(own, part, number);
         });
@@ -272,17 +276,17 @@ bool grid_backward(const Grid &in, const GridGradients &g) {
         stop = min_of(parts, first + at_once);
         if (cut.keeps)
             done = over(in.key_heads, first, stop, [&](Worker &own, const GridPart &part, int64_t number) {
-                own.together(part, tables + (number / in.key_heads - first) * each);
+                own.compute_all_gradients(part, tables + (number / in.key_heads - first) * each);
             });
         else
             done = over(in.heads, first, stop, [&](Worker &own, const GridPart &part, int64_t number) {
-                own.by_queries(part, tables + (number - first * in.heads) * offsets);
+                own.compute_query_gradients(part, tables + (number - first * in.heads) * offsets);
             });
         for (int64_t p = 0; done && p < stop - first; ++p)
             for (int64_t n = 0; n < each; ++n) sums[n] += double(tables[p * each + n]);
     }
     if (done && !cut.keeps)
-        done = over(in.key_heads, 0, parts, [&](Worker &own, const GridPart &part, int64_t) { own.by_keys(part); });
+        done = over(in.key_heads, 0, parts, [&](Worker &own, const GridPart &part, int64_t) { own.compute_key_gradients(part); });
     for (int64_t n = 0; done && n < each; ++n) d_table[n] = T(sums[n]);
     return done;
 }

@@ -1,26 +1,26 @@
 // Attention over the windows of a grid: only pairs inside a window are computed, a vector of queries at a time.
 #pragma once
 
-#include "grid/rows.hpp"
+#include "grid/partition.hpp"
 #include "simd/hash.hpp"
 #include "simd/math.hpp"
 #include "simd/scratch.hpp"
 
 // for lambdas that are called from several loops
-#define POLYHEAD_ALWAYS __attribute__((always_inline))
+#define POLYHEAD_ALWAYS_INLINE __attribute__((always_inline))
 
 namespace polyhead {
 namespace {
 
 template <class T>
-struct GridWork : GridRows<T> {
+struct GridForward : GridRows<T> {
     using Base = GridRows<T>;
     using Base::L, Base::ROWS, Base::in, Base::cut, Base::part, Base::runs, Base::num_runs;
     using typename Base::V;
     using Rows = typename Base::Rows;
     // neighbours processed at once: their scores fit into the nearest cache
     static constexpr int64_t FORWARD = 160;
-    static_assert(FORWARD >= GridCut::LONG, "a run is not divided");
+    static_assert(FORWARD >= GridPartition::MAX_RUN, "a run is not divided");
 
     // rows of points: those in the ring, and those of a block
     T *around_k, *around_v, *own_q;
@@ -30,7 +30,7 @@ struct GridWork : GridRows<T> {
     uint32_t head = 0;
     const T *table = nullptr;
 
-    GridWork(const Grid &problem, const GridCut &sizes, KeyRun *run_memory)
+    GridForward(const Grid &problem, const GridPartition &sizes, KeyRun *run_memory)
         : Base(problem, sizes, run_memory), dropout(dropout_of(in.dropout, in.threshold)) {}
 
     template <class Take>
@@ -47,58 +47,61 @@ struct GridWork : GridRows<T> {
     }
 
     // the index of the point in column `left + x` of a row
-    int64_t point(int64_t row, int64_t x) const { return row * cut.width + part.x + x; }
+    int64_t point_index(int64_t row, int64_t x) const { return row * cut.width + part.x + x; }
 
     // calls work(run, row, place, offset, shift) for each score
     template <class Each>
-    POLYHEAD_INLINE void each(int64_t first, int64_t last, Each work) const {
+    POLYHEAD_INLINE void for_each_score(int64_t first, int64_t last, Each work) const {
         for (int64_t n = first; n < last; ++n) {
             const KeyRun &s = runs[n];
             if (s.to - s.from == ROWS)
-                each_of<0, 2>(s, work);
+                for_each_score_of_run<0, 2>(s, work);
             else if (s.from == 0)
-                each_of<0, 1>(s, work);
+                for_each_score_of_run<0, 1>(s, work);
             else
-                each_of<1, 2>(s, work);
+                for_each_score_of_run<1, 2>(s, work);
         }
     }
 
     template <int FROM, int TO, class Each>
-    POLYHEAD_INLINE void each_of(const KeyRun &s, Each work) const {
+    POLYHEAD_INLINE void for_each_score_of_run(const KeyRun &s, Each work) const {
         for (int64_t c = 0; c < s.count; ++c)
 #pragma GCC unroll 2
             for (int r = FROM; r < TO; ++r)
-                work(s, r, ((s.slot + c) * ROWS + r) * L, s.number + c - r * cut.across, s.shift + c * cut.step_x);
+                work(s, r, ((s.score_slot + c) * ROWS + r) * L, s.number + c - r * cut.across, s.shift + c * cut.step_x);
     }
 
-    void begin(const GridPart &next, int64_t query_head) {
+    void begin_part(const GridPart &next, int64_t query_head) {
         part = next;
         head = dropout.on ? hash_head(in.seed, part.b * in.heads + query_head) : 0;
         table = in.table ? static_cast<const T *>(in.table) + query_head * cut.offsets : nullptr;
     }
 
-    void dots(int64_t first, int64_t last, const T *const *own, int64_t features, int64_t x, const T *around, const T *start,
+    void compute_dots(int64_t first, int64_t last, const T *const *own, int64_t features, int64_t x, const T *around,
+                      const T *start,
               T *into) const {
         const int64_t from = cut.left + x;
         const T *a[ROWS];
         for (int r = 0; r < ROWS; ++r) a[r] = own[r] + from;
-        Base::dots(runs + first, last - first, a, {around + from, features * cut.pitch}, start + from, cut.pitch, cut.step_x,
+        Base::compute_dots(runs + first, last - first, a, {around + from, features * cut.pitch}, start + from, cut.pitch,
+                           cut.step_x,
                    features, into);
     }
 
-    void sums(int64_t first, int64_t last, const T *weights, int64_t features, int64_t x, const T *around, T *into) const {
-        Base::sums(runs + first, last - first, weights, {around + cut.left + x, features * cut.pitch}, cut.pitch, cut.step_x,
+    void compute_sums(int64_t first, int64_t last, const T *weights, int64_t features, int64_t x, const T *around, T *into) const {
+        Base::compute_sums(runs + first, last - first, weights, {around + cut.left + x, features * cut.pitch}, cut.pitch,
+                           cut.step_x,
                    features, into, features * L, first == 0);
     }
 
-    static void clear(T *numbers, int64_t count) {
+    static void fill_with_zeros(T *numbers, int64_t count) {
         for (int64_t n = 0; n < count; ++n) numbers[n] = 0;
     }
 
     // Writes sums (features, L) of a vector of points to a tensor.
     void store_sums(const T *sum, int64_t features, const Strided &x, int64_t h, int64_t row, int64_t from, T factor, bool add) {
         const int64_t lanes = min_of(L, part.points - from);
-        T *into = this->to(x, part.b, h, point(row, from));
+        T *into = this->mutable_item_address(x, part.b, h, point_index(row, from));
         if (lanes == L && !add) return transpose<L>(sum, L, into, x.item, features, L, factor);
         transpose<L>(sum, L, rows_out, features, features, L, factor);
         for (int64_t i = 0; i < lanes; ++i)
@@ -121,26 +124,26 @@ struct GridWork : GridRows<T> {
     }
 
     void forward(const GridPart &next) {
-        begin(next, next.h);
+        begin_part(next, next.h);
         mark_outside();
         auto fetch = [&](int64_t row) { load_keys(row, part.h); };
-        this->sweep(fetch, [&](int64_t row, int64_t rows) {
+        this->sweep_rows(fetch, [&](int64_t row, int64_t rows) {
             for (int64_t r = 0; r < rows; ++r)
                 this->load_row(in.q, part.h, row + r * cut.step_y, in.dim, 0, own_q + r * in.dim * cut.pitch, T(in.scale));
-            for (int64_t x = 0; x < part.points; x += L) forward_at(row, rows, x);
+            for (int64_t x = 0; x < part.points; x += L) forward_vector(row, rows, x);
         });
     }
 
-    void forward_at(int64_t row, int64_t rows, int64_t x) {
+    void forward_vector(int64_t row, int64_t rows, int64_t x) {
         V high[ROWS], total[ROWS] = {};
         const T *own[ROWS];
         for (int r = 0; r < ROWS; ++r) own[r] = own_q + r * in.dim * cut.pitch;
         for (V &x : high) x = splat<V>(NEGATIVE_INFINITY<T>);
         for (int64_t first = 0, last; first < num_runs; first = last) {
-            last = this->chunk(first, FORWARD);
-            dots(first, last, own, in.dim, x, around_k, outside, scores);
-            weights_of(first, last, row, x, high, total);
-            sums(first, last, scores, in.width, x, around_v, sum_v);
+            last = this->assign_score_slots(first, FORWARD);
+            compute_dots(first, last, own, in.dim, x, around_k, outside, scores);
+            scores_to_weights(first, last, row, x, high, total);
+            compute_sums(first, last, scores, in.width, x, around_v, sum_v);
         }
         T *lse = static_cast<T *>(in.lse) + (part.b * in.heads + part.h) * cut.rows * cut.width;
         for (int64_t r = 0; r < rows; ++r) {
@@ -148,7 +151,7 @@ struct GridWork : GridRows<T> {
             scale_sums(int(r), T(1) / total[r]);
             store_sums(sum_v + r * in.width * L, in.width, in.out, part.h, query_row, x, 1, false);
             const V found = high[r] + logarithm<T, L>(total[r]);
-            for (int64_t lane = 0; lane < lanes; ++lane) lse[point(query_row, x) + lane] = found[lane];
+            for (int64_t lane = 0; lane < lanes; ++lane) lse[point_index(query_row, x) + lane] = found[lane];
         }
     }
 
@@ -158,10 +161,10 @@ struct GridWork : GridRows<T> {
     }
 
     // Turns scores into weights relative to the largest so far, and rescales the earlier sums.
-    void weights_of(int64_t first, int64_t last, int64_t row, int64_t x, V (&high)[ROWS], V (&total)[ROWS]) {
+    void scores_to_weights(int64_t first, int64_t last, int64_t row, int64_t x, V (&high)[ROWS], V (&total)[ROWS]) {
         V before[ROWS], sum[ROWS], shift_by[ROWS];
         for (int r = 0; r < ROWS; ++r) before[r] = shift_by[r] = high[r];
-        each(first, last, [&](const KeyRun &, int r, int64_t at, int64_t number, int64_t) POLYHEAD_ALWAYS {
+        for_each_score(first, last, [&](const KeyRun &, int r, int64_t at, int64_t number, int64_t) POLYHEAD_ALWAYS_INLINE {
             V s = load<V>(scores + at);
             if (table) store(scores + at, s = s + table[number]);
             shift_by[r] = larger(shift_by[r], s);
@@ -173,10 +176,11 @@ struct GridWork : GridRows<T> {
             sum[r] = total[r] * rescale;
             if (first > 0) scale_sums(r, rescale);
         }
-        each(first, last, [&](const KeyRun &s, int r, int64_t at, int64_t, int64_t shift) POLYHEAD_ALWAYS {
+        for_each_score(first, last, [&](const KeyRun &s, int r, int64_t at, int64_t, int64_t shift) POLYHEAD_ALWAYS_INLINE {
             const V weight = exponential<T, L>(load<V>(scores + at) - shift_by[r]);
             sum[r] += weight;
-            const V keep = dropout.on ? dropout_at(point(row + r * cut.step_y, x), point(s.row, x + shift)) : splat<V>(T(1));
+            const V keep = dropout.on ? dropout_at(point_index(row + r * cut.step_y, x),
+                                                   point_index(s.row, x + shift)) : splat<V>(T(1));
             store(scores + at, dropout.on ? weight * keep : weight);
         });
         for (int r = 0; r < ROWS; ++r) total[r] = sum[r];
@@ -184,9 +188,9 @@ struct GridWork : GridRows<T> {
 };
 
 // Computes the parts from `first` to `stop`, counted through the batch, for each head; idle threads take the next one. False if
-// there is no memory.
+// allocation fails.
 template <class T, class Worker, class Work>
-bool over_parts(const Grid &in, const GridCut &cut, int64_t heads, int64_t first, int64_t stop, Work work) {
+bool for_each_part(const Grid &in, const GridPartition &cut, int64_t heads, int64_t first, int64_t stop, Work work) {
     int64_t arrays = 0;
     Worker(in, cut, nullptr).allocate([&](int64_t count) {
         arrays += whole_lines(count * int64_t(sizeof(T)));
@@ -208,7 +212,7 @@ bool over_parts(const Grid &in, const GridCut &cut, int64_t heads, int64_t first
 #pragma omp atomic capture
             number = next++;
             if (number >= end) break;
-            work(own, part_of(cut, heads, number), number);
+            work(own, find_part(cut, heads, number), number);
         }
     }
     return true;
@@ -216,9 +220,9 @@ bool over_parts(const Grid &in, const GridCut &cut, int64_t heads, int64_t first
 
 template <class T>
 bool grid_forward(const Grid &in) {
-    using Worker = GridWork<T>;
-    const GridCut cut(in, NATIVE<T>, Worker::ROWS);
-    return over_parts<T, Worker>(in, cut, in.heads, 0, in.batch * cut.parts(),
+    using Worker = GridForward<T>;
+    const GridPartition cut(in, NATIVE<T>, Worker::ROWS);
+    return for_each_part<T, Worker>(in, cut, in.heads, 0, in.batch * cut.parts(),
                                  [](Worker &own, const GridPart &part, int64_t) { own.forward(part); });
 }
 

@@ -3,7 +3,7 @@
 
 #include <algorithm>
 
-#include "problem.hpp"
+#include "kernel_arguments.hpp"
 #include "simd/vector.hpp"
 
 namespace polyhead {
@@ -25,15 +25,15 @@ bool all_finite(const T *x, int64_t count) {
 }
 
 template <class T>
-bool finite_numbers(const Pieces &in) {
-    // a long piece is shared by all threads
+bool all_arrays_finite(const Arrays &in) {
+    // a long array is shared by all threads
     constexpr int64_t PART = 1 << 15;
-    if (in.pieces == 1 && in.counts[0] <= PART) return all_finite(reinterpret_cast<const T *>(in.data[0]), in.counts[0]);
+    if (in.arrays == 1 && in.counts[0] <= PART) return all_finite(reinterpret_cast<const T *>(in.data[0]), in.counts[0]);
     int64_t nonfinite = 0;
 #pragma omp parallel num_threads(in.threads) reduction(+ : nonfinite)
-    for (int64_t piece = 0; piece < in.pieces; ++piece) {
-        const T *x = reinterpret_cast<const T *>(in.data[piece]);
-        const int64_t count = in.counts[piece], parts = (count + PART - 1) / PART;
+    for (int64_t array = 0; array < in.arrays; ++array) {
+        const T *x = reinterpret_cast<const T *>(in.data[array]);
+        const int64_t count = in.counts[array], parts = (count + PART - 1) / PART;
 #pragma omp for schedule(dynamic) nowait
         for (int64_t part = 0; part < parts; ++part)
             nonfinite += !all_finite(x + part * PART, std::min(PART, count - part * PART));

@@ -9,17 +9,17 @@
 namespace polyhead {
 namespace {
 
-template <class V, class Join, int... I>
-POLYHEAD_INLINE auto join_halves(V x, Join join, std::integer_sequence<int, I...>) {
-    return join(SHUFFLE(x, x, I...), SHUFFLE(x, x, int(I + sizeof...(I))...));
+template <class V, class Combine, int... I>
+POLYHEAD_INLINE auto combine_halves(V x, Combine combine, std::integer_sequence<int, I...>) {
+    return combine(SHUFFLE(x, x, I...), SHUFFLE(x, x, int(I + sizeof...(I))...));
 }
 
 // Reduce all lanes to one number.
-template <class T, int W, class Join>
-POLYHEAD_INLINE T reduce(Vec<T, W> x, Join join) {
-    if constexpr (W > 4) return reduce<T, W / 2>(join_halves(x, join, std::make_integer_sequence<int, W / 2>{}), join);
-    if constexpr (W == 4) return join(join(x[0], x[2]), join(x[1], x[3]));
-    if constexpr (W == 2) return join(x[0], x[1]);
+template <class T, int W, class Combine>
+POLYHEAD_INLINE T reduce(Vec<T, W> x, Combine combine) {
+    if constexpr (W > 4) return reduce<T, W / 2>(combine_halves(x, combine, std::make_integer_sequence<int, W / 2>{}), combine);
+    if constexpr (W == 4) return combine(combine(x[0], x[2]), combine(x[1], x[3]));
+    if constexpr (W == 2) return combine(x[0], x[1]);
 }
 
 // Copy `rows` rows of `count` numbers, times `factor`. If `count` is not a multiple of W, the last vector of a row overlaps the one before.

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "simd/math.hpp"
-#include "problem.hpp"
+#include "kernel_arguments.hpp"
 
 namespace polyhead {
 namespace {
@@ -35,14 +35,14 @@ POLYHEAD_INLINE void gemm_rows(const SkinnyGemm &in, int64_t row, int count, int
         }
     }
     for (int m = 0; m < M; ++m) {
-        const Quad<float> all = sums(sum[0][m], sum[1][m], sum[2][m], sum[3][m]);
+        const Quad<float> all = sum_each_of_four(sum[0][m], sum[1][m], sum[2][m], sum[3][m]);
         for (int r = 0; r < count; ++r)
             in.out[(first + m) * in.rows + row + r] = all[r] + rest[r][m] + (in.bias ? in.bias[row + r] : 0);
     }
 }
 
 template <int M>
-void gemm_part(const SkinnyGemm &in, int64_t begin, int64_t end, int64_t first) {
+void gemm_row_block(const SkinnyGemm &in, int64_t begin, int64_t end, int64_t first) {
     int64_t row = begin;
     for (; row + 4 <= end; row += 4) gemm_rows<M>(in, row, 4, first);
     if (row < end) gemm_rows<M>(in, row, int(end - row), first);
@@ -56,8 +56,8 @@ inline void skinny_gemm(const SkinnyGemm &in) {
     for (int64_t b = 0; b < blocks; ++b) {
         const int64_t begin = b * block, end = begin + block < in.rows ? begin + block : in.rows;
         int64_t first = 0;
-        for (; first + 4 <= in.vectors; first += 4) gemm_part<4>(in, begin, end, first);
-        for (; first < in.vectors; ++first) gemm_part<1>(in, begin, end, first);
+        for (; first + 4 <= in.vectors; first += 4) gemm_row_block<4>(in, begin, end, first);
+        for (; first < in.vectors; ++first) gemm_row_block<1>(in, begin, end, first);
     }
 }
 

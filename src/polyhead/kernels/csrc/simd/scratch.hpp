@@ -20,7 +20,7 @@ constexpr int64_t whole_lines(int64_t bytes) { return (bytes + CACHE_LINE - 1) /
 
 constexpr size_t HUGE_PAGE = size_t(1) << 21;
 
-// Memory aligned to cache lines. `reserve` returns false if there is none.
+// Memory aligned to cache lines. `reserve` returns false if allocation fails.
 class Scratch {
   public:
     Scratch() = default;

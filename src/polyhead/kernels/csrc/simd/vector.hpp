@@ -88,14 +88,14 @@ POLYHEAD_INLINE V smaller(V x, V y) {
 #define SHUFFLE __builtin_shufflevector
 
 // Four sums of W lanes each, as one quad: interleave and add until every 128 bits hold (a, b, c, d), then fold.
-POLYHEAD_INLINE Quad<float> sums(Vec<float, 4> a, Vec<float, 4> b, Vec<float, 4> c, Vec<float, 4> d) {
+POLYHEAD_INLINE Quad<float> sum_each_of_four(Vec<float, 4> a, Vec<float, 4> b, Vec<float, 4> c, Vec<float, 4> d) {
     auto ab = SHUFFLE(a, b, 0, 4, 1, 5) + SHUFFLE(a, b, 2, 6, 3, 7);
     auto cd = SHUFFLE(c, d, 0, 4, 1, 5) + SHUFFLE(c, d, 2, 6, 3, 7);
     return SHUFFLE(ab, cd, 0, 1, 4, 5) + SHUFFLE(ab, cd, 2, 3, 6, 7);
 }
 
 #if defined(__AVX2__)
-POLYHEAD_INLINE Quad<float> sums(Vec<float, 8> a, Vec<float, 8> b, Vec<float, 8> c, Vec<float, 8> d) {
+POLYHEAD_INLINE Quad<float> sum_each_of_four(Vec<float, 8> a, Vec<float, 8> b, Vec<float, 8> c, Vec<float, 8> d) {
     auto ab = SHUFFLE(a, b, 0, 8, 1, 9, 4, 12, 5, 13) + SHUFFLE(a, b, 2, 10, 3, 11, 6, 14, 7, 15);
     auto cd = SHUFFLE(c, d, 0, 8, 1, 9, 4, 12, 5, 13) + SHUFFLE(c, d, 2, 10, 3, 11, 6, 14, 7, 15);
     auto x = SHUFFLE(ab, cd, 0, 1, 8, 9, 4, 5, 12, 13) + SHUFFLE(ab, cd, 2, 3, 10, 11, 6, 7, 14, 15);
@@ -104,7 +104,7 @@ POLYHEAD_INLINE Quad<float> sums(Vec<float, 8> a, Vec<float, 8> b, Vec<float, 8>
 #endif
 
 #if defined(__AVX512F__)
-POLYHEAD_INLINE Quad<float> sums(Vec<float, 16> a, Vec<float, 16> b, Vec<float, 16> c, Vec<float, 16> d) {
+POLYHEAD_INLINE Quad<float> sum_each_of_four(Vec<float, 16> a, Vec<float, 16> b, Vec<float, 16> c, Vec<float, 16> d) {
 #define LOW 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29
 #define HIGH 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31
     auto ab = SHUFFLE(a, b, LOW) + SHUFFLE(a, b, HIGH), cd = SHUFFLE(c, d, LOW) + SHUFFLE(c, d, HIGH);
@@ -117,14 +117,14 @@ POLYHEAD_INLINE Quad<float> sums(Vec<float, 16> a, Vec<float, 16> b, Vec<float, 
 }
 #endif
 
-POLYHEAD_INLINE Quad<double> sums(Vec<double, 2> a, Vec<double, 2> b, Vec<double, 2> c, Vec<double, 2> d) {
+POLYHEAD_INLINE Quad<double> sum_each_of_four(Vec<double, 2> a, Vec<double, 2> b, Vec<double, 2> c, Vec<double, 2> d) {
     auto ab = SHUFFLE(a, b, 0, 2) + SHUFFLE(a, b, 1, 3);
     auto cd = SHUFFLE(c, d, 0, 2) + SHUFFLE(c, d, 1, 3);
     return SHUFFLE(ab, cd, 0, 1, 2, 3);
 }
 
 #if defined(__AVX2__)
-POLYHEAD_INLINE Quad<double> sums(Vec<double, 4> a, Vec<double, 4> b, Vec<double, 4> c, Vec<double, 4> d) {
+POLYHEAD_INLINE Quad<double> sum_each_of_four(Vec<double, 4> a, Vec<double, 4> b, Vec<double, 4> c, Vec<double, 4> d) {
     auto ab = SHUFFLE(a, b, 0, 4, 2, 6) + SHUFFLE(a, b, 1, 5, 3, 7);
     auto cd = SHUFFLE(c, d, 0, 4, 2, 6) + SHUFFLE(c, d, 1, 5, 3, 7);
     return SHUFFLE(ab, cd, 0, 1, 4, 5) + SHUFFLE(ab, cd, 2, 3, 6, 7);
@@ -132,17 +132,17 @@ POLYHEAD_INLINE Quad<double> sums(Vec<double, 4> a, Vec<double, 4> b, Vec<double
 #endif
 
 #if defined(__AVX512F__)
-POLYHEAD_INLINE Vec<double, 4> fold(Vec<double, 8> x) {
+POLYHEAD_INLINE Vec<double, 4> add_halves(Vec<double, 8> x) {
     return SHUFFLE(x, x, 0, 1, 2, 3) + SHUFFLE(x, x, 4, 5, 6, 7);
 }
-POLYHEAD_INLINE Quad<double> sums(Vec<double, 8> a, Vec<double, 8> b, Vec<double, 8> c, Vec<double, 8> d) {
-    return sums(fold(a), fold(b), fold(c), fold(d));
+POLYHEAD_INLINE Quad<double> sum_each_of_four(Vec<double, 8> a, Vec<double, 8> b, Vec<double, 8> c, Vec<double, 8> d) {
+    return sum_each_of_four(add_halves(a), add_halves(b), add_halves(c), add_halves(d));
 }
 #endif
 
 // Which lanes are positive, as bits: what the backward pass saves of LeakyReLU.
 template <class V>
-POLYHEAD_INLINE unsigned positive(V x) {
+POLYHEAD_INLINE unsigned positive_lane_bits(V x) {
     auto mask = x > 0;
     unsigned bits = 0;
     for (unsigned lane = 0; lane < sizeof(V) / sizeof(x[0]); ++lane) bits |= unsigned(mask[lane] & 1) << lane;
@@ -151,7 +151,7 @@ POLYHEAD_INLINE unsigned positive(V x) {
 
 // x where the bit is set, y elsewhere. The general form tests x again, which is cheaper than expanding the bits to lanes.
 template <class V>
-POLYHEAD_INLINE V choose(unsigned, V x, V y) {
+POLYHEAD_INLINE V select_lanes(unsigned, V x, V y) {
     return x > 0 ? x : y;
 }
 
@@ -166,32 +166,32 @@ POLYHEAD_INLINE V add_where(V total, unsigned bits, V value) {
 }
 
 #if defined(__SSE2__)
-POLYHEAD_INLINE unsigned positive(Vec<float, 4> x) {
+POLYHEAD_INLINE unsigned positive_lane_bits(Vec<float, 4> x) {
     return unsigned(_mm_movemask_ps(_mm_cmpgt_ps(x, _mm_setzero_ps())));
 }
-POLYHEAD_INLINE unsigned positive(Vec<double, 2> x) {
+POLYHEAD_INLINE unsigned positive_lane_bits(Vec<double, 2> x) {
     return unsigned(_mm_movemask_pd(_mm_cmpgt_pd(x, _mm_setzero_pd())));
 }
 #endif
 #if defined(__AVX2__)
-POLYHEAD_INLINE unsigned positive(Vec<float, 8> x) {
+POLYHEAD_INLINE unsigned positive_lane_bits(Vec<float, 8> x) {
     return unsigned(_mm256_movemask_ps(_mm256_cmp_ps(x, _mm256_setzero_ps(), _CMP_GT_OQ)));
 }
-POLYHEAD_INLINE unsigned positive(Vec<double, 4> x) {
+POLYHEAD_INLINE unsigned positive_lane_bits(Vec<double, 4> x) {
     return unsigned(_mm256_movemask_pd(_mm256_cmp_pd(x, _mm256_setzero_pd(), _CMP_GT_OQ)));
 }
 #endif
 #if defined(__AVX512F__)
-POLYHEAD_INLINE unsigned positive(Vec<float, 16> x) {
+POLYHEAD_INLINE unsigned positive_lane_bits(Vec<float, 16> x) {
     return _mm512_cmp_ps_mask(x, _mm512_setzero_ps(), _CMP_GT_OQ);
 }
-POLYHEAD_INLINE unsigned positive(Vec<double, 8> x) {
+POLYHEAD_INLINE unsigned positive_lane_bits(Vec<double, 8> x) {
     return _mm512_cmp_pd_mask(x, _mm512_setzero_pd(), _CMP_GT_OQ);
 }
-POLYHEAD_INLINE Vec<float, 16> choose(unsigned bits, Vec<float, 16> x, Vec<float, 16> y) {
+POLYHEAD_INLINE Vec<float, 16> select_lanes(unsigned bits, Vec<float, 16> x, Vec<float, 16> y) {
     return _mm512_mask_mov_ps(y, __mmask16(bits), x);
 }
-POLYHEAD_INLINE Vec<double, 8> choose(unsigned bits, Vec<double, 8> x, Vec<double, 8> y) {
+POLYHEAD_INLINE Vec<double, 8> select_lanes(unsigned bits, Vec<double, 8> x, Vec<double, 8> y) {
     return _mm512_mask_mov_pd(y, __mmask8(bits), x);
 }
 POLYHEAD_INLINE Vec<float, 16> add_where(Vec<float, 16> total, unsigned bits, Vec<float, 16> value) {

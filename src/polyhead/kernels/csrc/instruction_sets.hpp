@@ -4,15 +4,15 @@
 #include <string>
 #include <vector>
 
-#include "problem.hpp"
+#include "kernel_arguments.hpp"
 
 namespace polyhead {
 
 // The instruction sets that this CPU can run, best first.
 std::vector<const Kernels *> instruction_sets();
 
-// The best one, or the one set by `use`, which returns false if this CPU cannot run it.
+// The best one, or the one set by `use_instruction_set`, which returns false if this CPU cannot run it.
 const Kernels &kernels_in_use();
-bool use(const std::string &name);
+bool use_instruction_set(const std::string &name);
 
 }  // namespace polyhead

@@ -1,4 +1,4 @@
-#include "dispatch.hpp"
+#include "instruction_sets.hpp"
 
 #include <atomic>
 
@@ -30,18 +30,18 @@ std::vector<const Kernels *> instruction_sets() {
 }
 
 namespace {
-std::atomic<const Kernels *> &chosen() {
+std::atomic<const Kernels *> &current_kernels() {
     static std::atomic<const Kernels *> kernels{instruction_sets().front()};
     return kernels;
 }
 }  // namespace
 
-const Kernels &kernels_in_use() { return *chosen(); }
+const Kernels &kernels_in_use() { return *current_kernels(); }
 
-bool use(const std::string &name) {
+bool use_instruction_set(const std::string &name) {
     for (const Kernels *kernels : instruction_sets())
         if (name == kernels->name) {
-            chosen() = kernels;
+            current_kernels() = kernels;
             return true;
         }
     return false;

@@ -1,4 +1,4 @@
-"""Unpadding: project only the valid rows of a padded batch."""
+"""Leaves the padded rows of a batch out of linear maps and feed-forward networks; attention itself stays padded."""
 
 from __future__ import annotations
 

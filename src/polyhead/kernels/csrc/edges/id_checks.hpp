@@ -1,8 +1,8 @@
 // Ids of nodes and edges, in memory that others can write to: each is checked before it is used.
 #pragma once
 
-#include "edges/parts.hpp"
-#include "problem.hpp"
+#include "edges/edge_partition.hpp"
+#include "kernel_arguments.hpp"
 
 namespace polyhead {
 namespace {
@@ -16,9 +16,9 @@ __attribute__((noinline)) bool all_below(const int32_t *ids, int64_t count, int6
 }
 
 // A checked copy of indptr: it rises from 0 to the number of edges.
-class Starts {
+class CheckedIndptr {
   public:
-    Status copy(const int32_t *indptr, int64_t nodes, int64_t edges) {
+    Status copy_and_check(const int32_t *indptr, int64_t nodes, int64_t edges) {
         const size_t bytes = size_t(nodes + 1) * sizeof(int32_t);
         if (!memory_.reserve(bytes)) return NO_MEMORY;
         int32_t *mine = memory_.as<int32_t>();

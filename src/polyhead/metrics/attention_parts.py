@@ -149,12 +149,12 @@ class EdgePart(NamedTuple):
 Part = DensePart | EdgePart
 
 
-def part_of(call: Call) -> Part:
+def make_part(call: Call) -> Part:
     """All weights of a call."""
     return EdgePart(call) if isinstance(call.over, Graph) else DensePart(call)
 
 
-def select_rows(part: Part, rows: tuple[slice, ...]) -> Part:
+def select_batch_rows(part: Part, rows: tuple[slice, ...]) -> Part:
     """The part in some rows of the batch; one slice per batch axis."""
     if all(row == slice(None) for row in rows):
         return part
@@ -162,7 +162,9 @@ def select_rows(part: Part, rows: tuple[slice, ...]) -> Part:
     batch, bias = call.sizes.batch, call.bias
     if bias is not None and bias.dim() > own:
         bias = bias.expand(*batch, *bias.shape[-own:])[rows]
-    call = call._replace(q=call.q[rows], k=call.k[rows], v=call.v[rows], over=call.over.rows(batch, rows), bias=bias)
+    call = call._replace(
+        q=call.q[rows], k=call.k[rows], v=call.v[rows], over=call.over.select_batch_rows(batch, rows), bias=bias
+    )
     return part._replace(call=call, contribution_norm=None if norm is None else norm[rows])
 
 

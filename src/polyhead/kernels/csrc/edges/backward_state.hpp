@@ -6,7 +6,7 @@
 // without a term per edge.
 #pragma once
 
-#include "edges/entry.hpp"
+#include "edges/batch_entry.hpp"
 
 namespace polyhead {
 namespace {
@@ -14,7 +14,7 @@ namespace {
 // What the first half saves for the second, and the gradients that both add to, for one batch entry.
 template <class T>
 struct BackwardState {
-    const Gradients &to;
+    const EdgeGradients &to;
     const T *out, *lse, *d_out, *d_lse;
     T *dq, *dk, *dv, *da, *d_inside, *d_weights, *d_features;
     T *stats;         // (destinations, 2, heads): lse, and delta - d_lse
@@ -28,12 +28,12 @@ struct BackwardState {
 
 // An output without a batch axis is set by the first entry; the others add to it.
 template <class T>
-POLYHEAD_INLINE void put(T *to, T value, int64_t entry) {
+POLYHEAD_INLINE void set_or_add(T *to, T value, int64_t entry) {
     *to = entry ? *to + value : value;
 }
 
 template <class T>
-void make_stats(const Entry<T> &in, const BackwardState<T> &state) {
+void compute_lse_and_delta(const BatchEntry<T> &in, const BackwardState<T> &state) {
     const int64_t heads = in.shape.heads, dim = in.shape.dim;
 #pragma omp parallel for num_threads(in.problem.threads) schedule(static)
     for (int64_t node = 0; node < in.problem.destinations; ++node) {
@@ -51,7 +51,7 @@ void make_stats(const Entry<T> &in, const BackwardState<T> &state) {
 
 // raw = slope * S + (1 - slope) * P; d = a * raw (+ add); da += x * raw
 template <class T>
-void close_gatv2(const Entry<T> &in, const T *x, const T *total, const T *positive_sums, T *d, T *da, const T *add) {
+void write_gatv2_gradients(const BatchEntry<T> &in, const T *x, const T *total, const T *positive_sums, T *d, T *da, const T *add) {
     using V = Vec<T, 8>;
     for (int64_t h = 0; h < in.shape.heads; ++h) {
         const V all = splat<V>(in.factor * total[h]);

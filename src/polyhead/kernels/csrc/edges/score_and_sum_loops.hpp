@@ -13,7 +13,7 @@ struct Prefetch {
     const int32_t *index;
     int64_t count, row_bytes, head_bytes;
 
-    POLYHEAD_INLINE void head(int64_t h) const {
+    POLYHEAD_INLINE void prefetch_head(int64_t h) const {
         for (int64_t x = 0; x < count; ++x) {
             const char *at = base + index[x] * row_bytes + h * head_bytes;
             // into the L2 cache: the L1 cache is full of the current block
@@ -36,7 +36,7 @@ struct Features {
     int64_t count;
 };
 
-struct Shape {
+struct HeadShape {
     int64_t heads, dim;
 };
 
@@ -48,12 +48,12 @@ template <class T, int W, int C>
 struct RowLoops {
     using V = Vec<T, W>;
 
-    static POLYHEAD_INLINE int64_t chunks(const Shape &shape) { return C ? C : shape.dim / W; }
+    static POLYHEAD_INLINE int64_t vectors_per_head(const HeadShape &shape) { return C ? C : shape.dim / W; }
 
     // scores[quad][h] = factor * <fixed[h], rows[e][h]>
-    static void dots(Shape shape, const T *fixed, const T *const *rows, int64_t quads, T factor, T *scores,
+    static void compute_dot_scores(HeadShape shape, const T *fixed, const T *const *rows, int64_t quads, T factor, T *scores,
                      Prefetch prefetch) {
-        const int64_t n = chunks(shape);
+        const int64_t n = vectors_per_head(shape);
         for (int64_t h = 0; h < shape.heads; ++h) {
             const T *f = fixed + h * shape.dim;
             for (int64_t quad = 0; quad < quads; ++quad) {
@@ -62,18 +62,19 @@ struct RowLoops {
                 V sum[4] = {};
                 for (int64_t c = 0; c < n; ++c)
                     for (int e = 0; e < 4; ++e) sum[e] += load<V>(f + c * W) * load<V>(r[e] + o + c * W);
-                store(scores + 4 * (quad * shape.heads + h), sums(sum[0], sum[1], sum[2], sum[3]) * factor);
+                store(scores + 4 * (quad * shape.heads + h), sum_each_of_four(sum[0], sum[1], sum[2], sum[3]) * factor);
             }
-            prefetch.head(h);
+            prefetch.prefetch_head(h);
         }
     }
 
     // scores[quad][h] = <a[h], leaky(fixed[h] + rows[e][h] + map[h] features[e])>, and the signs of the
     // arguments of leaky
     template <bool HasFeatures, bool KeepsSigns>
-    static void gatv2(Shape shape, const T *fixed, const T *const *rows, int64_t quads, T slope, T *scores, Prefetch prefetch,
+    static void compute_gatv2_scores(HeadShape shape, const T *fixed, const T *const *rows, int64_t quads, T slope, T *scores,
+                                     Prefetch prefetch,
                       const T *a, Features<T> features, Signs<T> *const *signs) {
-        const int64_t n = chunks(shape);
+        const int64_t n = vectors_per_head(shape);
         for (int64_t h = 0; h < shape.heads; ++h) {
             const int64_t o = h * shape.dim;
             for (int64_t quad = 0; quad < quads; ++quad) {
@@ -91,22 +92,22 @@ struct RowLoops {
                     for (int e = 0; e < 4; ++e) {
                         V y = x[e] > T(0) ? x[e] : slope * x[e];
                         if (KeepsSigns) {
-                            const unsigned bits = positive(x[e]);
+                            const unsigned bits = positive_lane_bits(x[e]);
                             signs[4 * quad + e][h * n + c] = Signs<T>(bits);
-                            y = choose(bits, x[e], slope * x[e]);
+                            y = select_lanes(bits, x[e], slope * x[e]);
                         }
                         sum[e] += load<V>(a + o + c * W) * y;
                     }
                 }
-                store(scores + 4 * (quad * shape.heads + h), sums(sum[0], sum[1], sum[2], sum[3]));
+                store(scores + 4 * (quad * shape.heads + h), sum_each_of_four(sum[0], sum[1], sum[2], sum[3]));
             }
-            prefetch.head(h);
+            prefetch.prefetch_head(h);
         }
     }
 
     // Calls f<heads, chunks>(head, chunk) for blocks of a row that fit into the registers.
     template <class F>
-    static POLYHEAD_INLINE void over_register_blocks(const Shape &shape, F f) {
+    static POLYHEAD_INLINE void for_each_register_block(const HeadShape &shape, F f) {
         int64_t h = 0;
         if constexpr (C == 1)
             for (; h + 8 <= shape.heads; h += 8)
@@ -119,11 +120,11 @@ struct RowLoops {
                 f(std::integral_constant<int, 1>{}, std::integral_constant<int, C>{}, h, 0);
             } else {
                 int64_t c = 0;
-                for (; c + 8 <= chunks(shape); c += 8)
+                for (; c + 8 <= vectors_per_head(shape); c += 8)
                     f(std::integral_constant<int, 1>{}, std::integral_constant<int, 8>{}, h, c);
-                for (; c + 2 <= chunks(shape); c += 2)
+                for (; c + 2 <= vectors_per_head(shape); c += 2)
                     f(std::integral_constant<int, 1>{}, std::integral_constant<int, 2>{}, h, c);
-                for (; c < chunks(shape); ++c)
+                for (; c < vectors_per_head(shape); ++c)
                     f(std::integral_constant<int, 1>{}, std::integral_constant<int, 1>{}, h, c);
             }
         }
@@ -131,15 +132,15 @@ struct RowLoops {
 
     // A block is summed from zero and then added: rounding errors grow with the number of blocks, not of edges.
     template <int N>
-    static POLYHEAD_INLINE void put(T *into, const V *sum, bool fresh) {
+    static POLYHEAD_INLINE void store_or_add(T *into, const V *sum, bool fresh) {
         for (int x = 0; x < N; ++x) store(into + x * W, fresh ? sum[x] : load<V>(into + x * W) + sum[x]);
     }
 
     // into[h] (+)= sum over edges of c[e, h] times data(e, h, chunk), where add(sum, c, data, x) adds the vector x of a block
     template <class Data, class Add>
-    static POLYHEAD_INLINE void sum_edges(Shape shape, Coefficients<T> c, int64_t count, bool fresh, T *into,
+    static POLYHEAD_INLINE void sum_edges(HeadShape shape, Coefficients<T> c, int64_t count, bool fresh, T *into,
                                           const Prefetch *prefetch, Data data, Add add) {
-        over_register_blocks(shape, [&](auto heads, auto vectors, int64_t h, int64_t chunk) {
+        for_each_register_block(shape, [&](auto heads, auto vectors, int64_t h, int64_t chunk) {
             constexpr int H = decltype(heads)::value, N = decltype(vectors)::value;
             V sum[H * N] = {};
             for (int64_t e = 0; e < count; ++e) {
@@ -147,14 +148,14 @@ struct RowLoops {
                 const auto *from = data(e, h, chunk);
                 for (int x = 0; x < H * N; ++x) add(sum[x], at[x / N * c.head], from, x);
             }
-            put<H * N>(into + h * shape.dim + chunk * W, sum, fresh);
+            store_or_add<H * N>(into + h * shape.dim + chunk * W, sum, fresh);
             if (prefetch && chunk == 0)
-                for (int x = 0; x < H; ++x) prefetch->head(h + x);
+                for (int x = 0; x < H; ++x) prefetch->prefetch_head(h + x);
         });
     }
 
     // into[h] (+)= sum over edges of c[e, h] * rows[e][h]
-    static void accumulate(Shape shape, Coefficients<T> c, const T *const *rows, int64_t count, bool fresh, T *into,
+    static void add_weighted_rows(HeadShape shape, Coefficients<T> c, const T *const *rows, int64_t count, bool fresh, T *into,
                            Prefetch prefetch) {
         sum_edges(
             shape, c, count, fresh, into, &prefetch,
@@ -163,9 +164,9 @@ struct RowLoops {
     }
 
     // into[h] (+)= sum over edges of c[e, h] where the sign bit of (e, h, d) is set
-    static void accumulate_signs(Shape shape, Coefficients<T> c, const Signs<T> *const *signs, int64_t count,
+    static void add_weighted_signs(HeadShape shape, Coefficients<T> c, const Signs<T> *const *signs, int64_t count,
                                  bool fresh, T *into) {
-        const int64_t n = chunks(shape);
+        const int64_t n = vectors_per_head(shape);
         sum_edges(
             shape, c, count, fresh, into, nullptr,
             [&](int64_t e, int64_t h, int64_t chunk) { return signs[e] + h * n + chunk; },
@@ -177,33 +178,34 @@ struct RowLoops {
 template <class T>
 struct Loops {
     int64_t lanes;
-    decltype(&RowLoops<T, NATIVE<T>, 0>::dots) dots;
-    decltype(&RowLoops<T, NATIVE<T>, 0>::template gatv2<false, false>) gatv2[2][2];  // [has features][keeps signs]
-    decltype(&RowLoops<T, NATIVE<T>, 0>::accumulate) accumulate;
-    decltype(&RowLoops<T, NATIVE<T>, 0>::accumulate_signs) accumulate_signs;
+    decltype(&RowLoops<T, NATIVE<T>, 0>::compute_dot_scores) compute_dot_scores;
+    // [has features][keeps signs]
+    decltype(&RowLoops<T, NATIVE<T>, 0>::template compute_gatv2_scores<false, false>) compute_gatv2_scores[2][2];
+    decltype(&RowLoops<T, NATIVE<T>, 0>::add_weighted_rows) add_weighted_rows;
+    decltype(&RowLoops<T, NATIVE<T>, 0>::add_weighted_signs) add_weighted_signs;
 };
 
 template <class T, int W, int C>
-Loops<T> loops() {
+Loops<T> make_loops() {
     using L = RowLoops<T, W, C>;
     return {W,
-            &L::dots,
-            {{&L::template gatv2<false, false>, &L::template gatv2<false, true>},
-             {&L::template gatv2<true, false>, &L::template gatv2<true, true>}},
-            &L::accumulate,
-            &L::accumulate_signs};
+            &L::compute_dot_scores,
+            {{&L::template compute_gatv2_scores<false, false>, &L::template compute_gatv2_scores<false, true>},
+             {&L::template compute_gatv2_scores<true, false>, &L::template compute_gatv2_scores<true, true>}},
+            &L::add_weighted_rows,
+            &L::add_weighted_signs};
 }
 
 template <class T>
-Loops<T> loops_for(int64_t dim) {
+Loops<T> select_loops(int64_t dim) {
     constexpr int W = NATIVE<T>;
     if constexpr (W > 8)
-        if (dim % W) return dim == 8 ? loops<T, 8, 1>() : loops<T, 8, 0>();
+        if (dim % W) return dim == 8 ? make_loops<T, 8, 1>() : make_loops<T, 8, 0>();
     switch (dim / W) {
-        case 1: return loops<T, W, 1>();
-        case 2: return loops<T, W, 2>();
-        case 4: return loops<T, W, 4>();
-        default: return loops<T, W, 0>();
+        case 1: return make_loops<T, W, 1>();
+        case 2: return make_loops<T, W, 2>();
+        case 4: return make_loops<T, W, 4>();
+        default: return make_loops<T, W, 0>();
     }
 }
 

@@ -1,4 +1,7 @@
-"""Old names in files of earlier releases, mapped to the new ones. No other module knows old names of Polyhead."""
+"""Reads state dicts and pickles of earlier releases (0.6.1 and older): old names, mapped to the present ones.
+
+No other module knows old names of Polyhead.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-# children of a TransformerLayer in state dicts of 0.6 and earlier
+# children of a TransformerLayer in state dicts of 0.6.1 and earlier
 TRANSFORMER_LAYER_KEYS = {
     "self": "self_attn",
     "self_norm": "self_attn_norm",
@@ -23,7 +26,10 @@ MODEL_KEYS = {"words": "token_embedding"}
 # fields of a pickled Graph
 GRAPH_FIELDS = {"order": "csr"}
 # present classes, and where old pickles look for them
-PICKLED_CLASSES = {"polyhead.neighbourhood.csr.CSR": "polyhead.neighbourhood.order.Order"}
+PICKLED_CLASSES = {
+    "polyhead.neighbourhood.csr.CSR": "polyhead.neighbourhood.order.Order",
+    "polyhead.neighbourhood.base.BatchRows": "polyhead.neighbourhood.base.Rows",
+}
 
 
 def accept_old_state_dict_keys(module: nn.Module, names: Mapping[str, str]) -> None:

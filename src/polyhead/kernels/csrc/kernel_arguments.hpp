@@ -5,12 +5,12 @@
 
 namespace polyhead {
 
-enum Kind { GAT = 0, GATV2 = 1, DOT = 2 };
+enum ScoreKind { GAT = 0, GATV2 = 1, DOT = 2 };
 
 // Node-major tensors (batch, nodes, heads, dim); GAT's q and k are (batch, nodes, heads). Null pointers mean absent tensors.
-struct Problem {
+struct EdgeProblem {
     int kind;
-    bool wide;  // double, else float
+    bool is_double;  // else float
     int64_t batch, sources, destinations, edges, heads, dim, edge_features;
     const void *q, *k, *v, *a, *inside, *features, *map, *weights;  // v null: v is k
     const int32_t *indptr, *indices, *edge_id;                     // the edges, by destination
@@ -21,18 +21,18 @@ struct Problem {
     int threads;
 };
 
-struct Result {
+struct EdgeResult {
     void *out, *lse;
 };
 
-struct Gradients {
+struct EdgeGradients {
     const int32_t *out_indptr, *out_slot, *out_indices;  // the edges, by source
     const void *out, *lse, *d_out, *d_lse;
     void *dq, *dk, *dv, *da, *d_inside, *d_weights, *d_features, *d_map;
 };
 
 struct GatherSum {
-    bool wide;
+    bool is_double;
     int64_t sources, destinations, edges, width;
     const void *v;
     const int32_t *indptr, *indices;
@@ -72,7 +72,7 @@ struct Strided {
 
 // Attention along few keys: they and their gradients fit into the caches of a core.
 struct Short {
-    bool wide;
+    bool is_double;
     int64_t batch, heads, key_heads, queries, keys, dim, width;
     Strided q, k, v, out;
     void *lse;                    // (batch, heads, queries)
@@ -92,7 +92,7 @@ struct ShortGradients {
 
 // Attention over the windows of a grid; queries and keys are all of its points.
 struct Grid {
-    bool wide;
+    bool is_double;
     int64_t batch, heads, key_heads, dim, width;
     int64_t axes;                            // two or more
     const int64_t *sizes, *reach, *steps;    // per axis: points, neighbours to each side, dilation
@@ -127,26 +127,26 @@ struct Matrices {
 };
 
 // A step of gradient descent on the Stiefel manifold: matrices x (n, k) with orthonormal columns move along a direction
-//     r = gradient of the manifold's metric from `sign` · g,   first = keep · first + add · r,
-//     d = now · r + ahead · first,   with a second moment d / (√second · root + eps),
+//     r = gradient of the manifold's metric from `sign` · g,   first = momentum · first + gradient_factor · r,
+//     d = direct_factor · r + momentum_factor · first,   with a second moment d / (√second · root_factor + eps),
 // by scale · d, to the nearest matrix with orthonormal columns.
 struct StiefelStep {
-    bool wide;
+    bool is_double;
     int64_t tensors, matrices, n, k;  // matrices: per tensor
     Matrices x, g, first, second;     // data is null if absent
     bool canonical;                   // the metric; else Euclidean
     int64_t copies;                   // 0: a second moment per element; else per matrix, with this many copies along its rows
     bool tangent;                     // project d onto the tangent space; without it d must be tangent
     bool transport;                   // project `first` onto the tangent space at the new point
-    double sign, keep, add, now, ahead, keep_second, root, eps, scale;
+    double sign, momentum, gradient_factor, direct_factor, momentum_factor, beta2, root_factor, eps, scale;
     uint8_t *skipped;                 // (tensors, matrices): 1 if the step is too long for this kernel; nothing is written then
     int threads;
 };
 
 // Several contiguous arrays.
-struct Pieces {
-    bool wide;
-    int64_t pieces;
+struct Arrays {
+    bool is_double;
+    int64_t arrays;
     const int64_t *data, *counts;
     int threads;
 };
@@ -154,11 +154,11 @@ struct Pieces {
 // OUT_OF_RANGE: an id was out of range and was not used; the outputs are unspecified.
 enum Status { DONE, NO_MEMORY, OUT_OF_RANGE };
 
-// Kernels that read ids return a status; others that can fail return false if there is no scratch memory.
+// Kernels that read ids return a status; others that can fail return false if the allocation of scratch memory fails.
 struct Kernels {
     const char *name;
-    Status (*forward)(const Problem &, const Result &);
-    Status (*backward)(const Problem &, const Gradients &);
+    Status (*edges_forward)(const EdgeProblem &, const EdgeResult &);
+    Status (*edges_backward)(const EdgeProblem &, const EdgeGradients &);
     Status (*gather_sum)(const GatherSum &);
     void (*score_stats)(const ScoreStats &);
     bool (*short_forward)(const Short &);
@@ -167,7 +167,7 @@ struct Kernels {
     bool (*grid_backward)(const Grid &, const GridGradients &);
     void (*skinny_gemm)(const SkinnyGemm &);
     bool (*stiefel_step)(const StiefelStep &);
-    bool (*finite)(const Pieces &);
+    bool (*all_finite)(const Arrays &);
 };
 
 }  // namespace polyhead
