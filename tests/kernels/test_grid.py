@@ -153,7 +153,7 @@ def test_gradients_of_either_output_only() -> None:
     for which in (0, 1):
         found = []
         for kernel in ("grid", "reference"):
-            out = run(Call(*inputs, over, Dot()), kernel)[which]
+            out = run_call(Call(*inputs, over, Dot()), kernel)[which]
             found.append(torch.autograd.grad(out.pow(2).sum(), inputs, allow_unused=True, materialize_grads=True))
         assert_equal(list(found[0]), list(found[1]), 1e-11)
 
@@ -210,7 +210,7 @@ def test_a_table_gradient_of_more_parts_than_are_summed_at_once(side: int, batch
     inputs, table = tensors(over, batch=(batch,), heads=(8, 4, 4), dim=3, width=2), table_for(over, 8, torch.float64)
 
     def gradients(*qkv: Tensor) -> tuple[Tensor, ...]:
-        out, _ = run(Call(*qkv, over, Dot(), table), "grid")
+        out, _ = run_call(Call(*qkv, over, Dot(), table), "grid")
         return torch.autograd.grad(out.square().sum(), [*qkv, table])
 
     *found, d_table = gradients(*inputs)
@@ -235,7 +235,7 @@ def test_it_compiles_without_graph_breaks() -> None:
     inputs = [*tensors(over, dtype=torch.float32), table_for(over, 4, torch.float32)]
 
     def loss(q: Tensor, k: Tensor, v: Tensor, table: Tensor) -> Tensor:
-        out, lse = run(Call(q, k, v, over, Dot(), table), "grid")
+        out, lse = run_call(Call(q, k, v, over, Dot(), table), "grid")
         assert lse is not None
         return out.pow(2).sum() + lse.sum()
 
