@@ -69,8 +69,8 @@ def test_padded_queries_get_zero_in_self_attention_only():
 
 @pytest.mark.parametrize("training", [True, False])
 def test_unpadding_keeps_outputs_and_gradients(training, monkeypatch):
-    monkeypatch.setattr("polyhead.nn.projection_inputs._MIN_UNPADDING_NUMEL", 0)
-    monkeypatch.setattr("polyhead.nn.projection_inputs._MIN_UNPADDING_SAVING", 0)
+    monkeypatch.setattr("polyhead.nn.skip_padded_rows._MIN_UNPADDING_NUMEL", 0)
+    monkeypatch.setattr("polyhead.nn.skip_padded_rows._MIN_UNPADDING_SAVING", 0)
     mha = layer(kv_heads=3, dropout=0.0).train(training)
     x = torch.randn(3, 11, 30, requires_grad=True)
     keep = torch.arange(11) < torch.tensor([3, 9, 0])[:, None]

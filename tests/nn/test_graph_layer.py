@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 
 from polyhead import GAT, Causal, Dense, Dot, GATv2, Graph, Mask, MultiHeadAttention, Padding, Score
-from polyhead.nn import projection_inputs
-from polyhead.nn.projection_inputs import dropout_16bit
+from polyhead.nn import sparse_linear
+from polyhead.nn.dropout import dropout_16bit
 
 PAIRS = torch.tensor([[0, 1, 2, 2, 0, 4, 3], [1, 0, 0, 1, 0, 3, 4]])
 GRAPH = Graph(PAIRS, 6)
@@ -239,10 +239,10 @@ def test_sparse_input_cache_follows_changes_and_deletion(make):
     layer(x, over=GRAPH)
     x.mul_(3)
     torch.testing.assert_close(layer(x, over=GRAPH)[0], layer(x.to_dense(), over=GRAPH)[0])
-    before = len(projection_inputs._csr_cache)
+    before = len(sparse_linear._csr_cache)
     del x
     gc.collect()
-    assert len(projection_inputs._csr_cache) == before - 1
+    assert len(sparse_linear._csr_cache) == before - 1
 
 
 @pytest.mark.filterwarnings("ignore:Sparse:UserWarning")

@@ -89,8 +89,8 @@ def test_unpadding_keeps_valid_rows_and_gradients(norm_first: bool, monkeypatch:
     wanted, gradients = run()
     shapes = []
     ours.feedforward.register_forward_pre_hook(lambda _, given: shapes.append(given[0].shape))
-    monkeypatch.setattr("polyhead.nn.projection_inputs._MIN_UNPADDING_NUMEL", 0)
-    monkeypatch.setattr("polyhead.nn.projection_inputs._MIN_UNPADDING_SAVING", 0)
+    monkeypatch.setattr("polyhead.nn.skip_padded_rows._MIN_UNPADDING_NUMEL", 0)
+    monkeypatch.setattr("polyhead.nn.skip_padded_rows._MIN_UNPADDING_SAVING", 0)
     found, own = run()
     assert shapes == [(13 + 2 + 0 + 5 + 1, 12)]
     torch.testing.assert_close(found, wanted)

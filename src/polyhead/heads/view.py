@@ -155,7 +155,7 @@ class Heads(TensorInterface):
         `("contribution", "received")` is `heads.contribution().received()`.
         """
         part = self._part_if_unchanged()
-        requests = [self._make_request(metric) for metric in metrics]
+        requests = [self._make_metric_request(metric) for metric in metrics]
         norm = part.contribution_norm
         if norm is None and any(request.contribution for request in requests):
             norm = self._contribution_norm()
@@ -163,14 +163,14 @@ class Heads(TensorInterface):
             part._replace(contribution_norm=None), requests, contribution_norm=norm, lse=self._origin.lse
         )
 
-    def _make_request(self, metric: Metric) -> MetricRequest:
+    def _make_metric_request(self, metric: Metric) -> MetricRequest:
         """A metric of `measure` as a checked request."""
         if not isinstance(metric, str) and not (isinstance(metric, tuple) and metric):
             raise ValueError(f"metrics must be names, or tuples of a name and its arguments, got {metric!r}")
         name, *arguments = (metric,) if isinstance(metric, str) else metric
         part, contribution = self._part, self._part.contribution_norm is not None
         if name == "contribution" and arguments:
-            return self._make_request(tuple(arguments))._replace(contribution=True)
+            return self._make_metric_request(tuple(arguments))._replace(contribution=True)
         if name not in _METRIC_ARGUMENT_COUNTS or len(arguments) != _METRIC_ARGUMENT_COUNTS[name]:
             if name == "received" and len(arguments) == 1:
                 self._check_counts(arguments[0])

@@ -34,8 +34,8 @@ from polyhead.nn.projection import (
     project_qkv,
     project_queries,
 )
-from polyhead.nn.projection_inputs import find_unpadding, project_dense_or_sparse
-from polyhead.nn.skip_padded_rows import Unpadding
+from polyhead.nn.skip_padded_rows import Unpadding, find_unpadding
+from polyhead.nn.sparse_linear import project_dense_or_sparse
 from polyhead.position import Position
 from polyhead.prepare import AttentionOptions, find_lattice, lattice_coordinates, make_call
 from polyhead.score import Score

@@ -13,8 +13,9 @@ from polyhead._checks import check_dense_tensor
 from polyhead.linalg.skinny_gemm import apply_linear
 from polyhead.nn.cache import KeyValues
 from polyhead.nn.checks import check_dtype_and_device
-from polyhead.nn.projection_inputs import drop_inputs_per_head, dropout_16bit, project_dense_or_sparse
+from polyhead.nn.dropout import dropout_16bit
 from polyhead.nn.skip_padded_rows import Unpadding
+from polyhead.nn.sparse_linear import drop_inputs_per_head, project_dense_or_sparse
 
 if TYPE_CHECKING:
     from polyhead.nn.attention import MultiHeadAttention

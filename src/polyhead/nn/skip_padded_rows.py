@@ -8,6 +8,14 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from polyhead._torch import is_tracing_or_dataless
+from polyhead.neighbourhood import Neighbourhood
+
+# Unpadding copies rows: it pays where the share of padded rows times the number of features is at least this, and the input
+# has at least this many numbers.
+_MIN_UNPADDING_SAVING = 32
+_MIN_UNPADDING_NUMEL = 1 << 17
+
 
 class Unpadding:
     """Valid and padded rows of (..., items). Unpadded tensors end with one row of zeros, shared by all padded rows.
@@ -35,6 +43,22 @@ class Unpadding:
     def pad(self, y: Float[Tensor, "valid+1 features"]) -> Float[Tensor, "... items features"]:
         padded: Tensor = _Pad.apply(y, self)
         return padded
+
+
+def find_unpadding(over: Neighbourhood, x: Float[Tensor, "... items features"]) -> Unpadding | None:
+    """The padded rows of self-attention to leave out of the projections; None where all rows are projected.
+
+    `over` has been checked against the shape of `x`.
+    """
+    if type(over).unpadded_queries is Neighbourhood.unpadded_queries:
+        # most neighbourhoods have no padding
+        return None
+    if is_tracing_or_dataless(x, *over.leaves()) or x.numel() < _MIN_UNPADDING_NUMEL:
+        return None
+    real = over.unpadded_queries(x.shape[:-1])
+    if real is None or not real.numel() or (1 - real.float().mean()) * x.shape[-1] < _MIN_UNPADDING_SAVING:
+        return None
+    return Unpadding(real)
 
 
 class _Unpad(torch.autograd.Function):

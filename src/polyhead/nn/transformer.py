@@ -23,9 +23,9 @@ from polyhead.neighbourhood import Causal, Padding
 from polyhead.nn.attention import MultiHeadAttention
 from polyhead.nn.cache import KeyValueCache, KeyValues, restore_caches_on_error
 from polyhead.nn.checks import check_dropout_rates, check_optional_sizes, explain_input_mismatch
+from polyhead.nn.dropout import dropout_16bit
 from polyhead.nn.embedding_helpers import check_embedding_ids, sinusoidal_positions, uninitialised_embedding
 from polyhead.nn.generate import Sampler, check_eval_mode, check_generate_arguments, generate_tokens
-from polyhead.nn.projection_inputs import dropout_16bit
 from polyhead.nn.transformer_layer import FeedForward, TransformerLayer
 
 

@@ -16,7 +16,8 @@ from polyhead.neighbourhood import Neighbourhood, as_neighbourhood
 from polyhead.nn.attention import MultiHeadAttention
 from polyhead.nn.cache import KeyValueCache, KeyValues
 from polyhead.nn.checks import check_dropout_rates, check_input_features, explain_input_mismatch
-from polyhead.nn.projection_inputs import dropout_16bit, find_unpadding
+from polyhead.nn.dropout import dropout_16bit
+from polyhead.nn.skip_padded_rows import find_unpadding
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,

@@ -1,4 +1,4 @@
-"""Inputs of the projections: dense or sparse, without padded rows, with dropout per head."""
+"""Linear maps of dense or sparse inputs, also with an own dropout of the input per head."""
 
 from __future__ import annotations
 
@@ -11,33 +11,11 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from polyhead._torch import is_tracing_or_dataless, without_autocast
+from polyhead._torch import without_autocast
 from polyhead.linalg.skinny_gemm import apply_linear
-from polyhead.neighbourhood import Neighbourhood
 from polyhead.neighbourhood.csr import build_indptr
 from polyhead.neighbourhood.graph import check_sparse_indices
-from polyhead.nn.skip_padded_rows import Unpadding
-
-# Unpadding copies rows: it pays where the share of padded rows times the number of features is at least this, and the input
-# has at least this many numbers.
-_MIN_UNPADDING_SAVING = 32
-_MIN_UNPADDING_NUMEL = 1 << 17
-
-
-def find_unpadding(over: Neighbourhood, x: Float[Tensor, "... items features"]) -> Unpadding | None:
-    """The padded rows of self-attention to leave out of the projections; None where all rows are projected.
-
-    `over` has been checked against the shape of `x`.
-    """
-    if type(over).unpadded_queries is Neighbourhood.unpadded_queries:
-        # most neighbourhoods have no padding
-        return None
-    if is_tracing_or_dataless(x, *over.leaves()) or x.numel() < _MIN_UNPADDING_NUMEL:
-        return None
-    real = over.unpadded_queries(x.shape[:-1])
-    if real is None or not real.numel() or (1 - real.float().mean()) * x.shape[-1] < _MIN_UNPADDING_SAVING:
-        return None
-    return Unpadding(real)
+from polyhead.nn.dropout import dropout_16bit
 
 
 def project_dense_or_sparse(
@@ -65,17 +43,6 @@ def drop_inputs_per_head(x: Float[Tensor, "... items features"], heads: int, p: 
     # zeros stay zero: dropout of the entries suffices
     entries = _sparse_to_cached_csr(x)
     return [entries._replace(values=dropout_16bit(entries.values, p)) for _ in range(heads)]
-
-
-def dropout_16bit(x: Float[Tensor, "*any"], p: float) -> Float[Tensor, "*any"]:
-    """Dropout with 16 random bits per number, which cost a fraction of a random float.
-
-    The probability p is rounded to a multiple of 1/65536; the scale of the remaining numbers is that of the rounded p.
-    """
-    steps = min(round(p * 65536), 65535)
-    drawn = torch.empty(-(-x.numel() // 4), dtype=torch.int64, device=x.device).random_(-(2**63), None)
-    keep = drawn.view(torch.int16)[: x.numel()].view(x.shape) >= steps - 32768
-    return x * keep.to(x.dtype).mul_(65536 / (65536 - steps))
 
 
 class _SparsityPattern(NamedTuple):
