@@ -75,7 +75,7 @@ def test_own_layer_knows_it_from_its_call():
     assert mha(x, x)[1].is_self_attention is True
     assert mha(x, y)[1].is_self_attention is False
     assert mha(x, mha.project_kv(y))[1].is_self_attention is False
-    assert mha(x)[1].select(heads=[1]).row(0).detach().is_self_attention is True
+    assert mha(x)[1].select(heads=[1]).select_batch_entry(0).detach().is_self_attention is True
     cache = mha.cache(batch=2, length=6)
     mha(x[:, :5], cache=cache)
     assert mha(x[:, 5:], cache=cache)[1].is_self_attention is True
@@ -152,7 +152,7 @@ def test_roles_rollout_and_page_leave_cross_attention_out(tmp_path):
         model(source, target)
     cross = [number for number, name in enumerate(seen) if name.endswith("multihead_attn")]
     assert len(cross) == 2
-    found = find_roles_in_text(seen, Tokens.of_pieces(["the", "cat", "saw", "a", "dog", "run"]))
+    found = find_roles_in_text(seen, Tokens.from_pieces(["the", "cat", "saw", "a", "dog", "run"]))
     assert {card.layer for card in found.measured} == set(range(6)) - set(cross)
     with pytest.raises(ValueError, match="seen must be self-attention, got layers that attend to other tokens"):
         rollout(seen, 0)

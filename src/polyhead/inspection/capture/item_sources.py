@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -70,14 +70,14 @@ class ItemTracker:
         """Whether a tensor is a parameter, or was computed from parameters alone."""
         return isinstance(x, nn.Parameter) or x in self._weights
 
-    def process_call(self, function: Any, arguments: tuple[Any, ...], named: dict[str, Any], result: Any) -> None:
+    def process_call(self, function: Any, tensors: list[Tensor], results: list[Tensor]) -> None:
         """Process one call of a torch function: its results have the items of its arguments."""
-        results = list(iterate_tensors((result,)))
-        if not results:
-            return
-        tensors = list(iterate_tensors((*arguments, *named.values())))
-        weights = [x for x in tensors if self.is_weight(x)]
-        activations = [x for x in tensors if x.is_floating_point() and not self.is_weight(x)]
+        weights, activations = [], []
+        for x in tensors:
+            if isinstance(x, nn.Parameter) or x in self._weights:
+                weights.append(x)
+            elif x.is_floating_point():
+                activations.append(x)
         if not activations:
             self._process_weights(function, weights, results)
             return
@@ -118,10 +118,12 @@ class ItemTracker:
         return ItemSource(self._count, frozenset(parents))
 
 
-def iterate_tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+def collect_tensors(values: Iterable[Any]) -> list[Tensor]:
     """The tensors among these values, and in lists and tuples of them."""
+    found = []
     for value in values:
         if isinstance(value, Tensor):
-            yield value
+            found.append(value)
         elif isinstance(value, (list, tuple)):
-            yield from (x for x in value if isinstance(x, Tensor))
+            found += [x for x in value if isinstance(x, Tensor)]
+    return found

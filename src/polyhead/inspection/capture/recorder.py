@@ -18,7 +18,7 @@ from polyhead._torch import under_transform
 from polyhead.attend import run_call
 from polyhead.heads import Heads, Metric, Origin
 from polyhead.inspection.capture.head_metrics import HeadMetrics
-from polyhead.inspection.capture.item_sources import ItemTracker
+from polyhead.inspection.capture.item_sources import ItemTracker, collect_tensors
 from polyhead.inspection.capture.output_projection import OutputProjectionTracer
 from polyhead.inspection.capture.sdpa import call_from_bmm_operands, call_from_sdpa, sdpa_with_lse
 from polyhead.inspection.capture.unrecorded import UnrecordedAttention
@@ -128,9 +128,12 @@ class Recorder(TorchFunctionMode):
             return self._record_products(func, args, kwargs)
         result = func(*args, **kwargs)
         self._tracer.process_call(func, args, result)
-        if self._inside is None and self._unrecorded.process_call(func, args, kwargs, result):
-            self._count_unrecorded(self._caller())
-        self._items.process_call(func, args, kwargs, result)
+        if results := collect_tensors((result,)):
+            tensors = collect_tensors((*args, *kwargs.values()))
+            dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
+            if self._inside is None and self._unrecorded.process_call(func, tensors, dim, results[0]):
+                self._count_unrecorded(self._caller())
+            self._items.process_call(func, tensors, results)
         return result
 
     def _count_unrecorded(self, module: str) -> None:

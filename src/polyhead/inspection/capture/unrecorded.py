@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from polyhead.inspection.capture.item_sources import ItemTracker, iterate_tensors
+from polyhead.inspection.capture.item_sources import ItemTracker
 
 
 def _functions(*names: str) -> set[Any]:
@@ -54,13 +54,19 @@ class UnrecordedAttention:
         self._weights = WeakIdKeyDictionary()
         self._number = 0
 
-    def process_call(self, function: Any, arguments: tuple[Any, ...], named: dict[str, Any], result: Any) -> bool:
-        """Process one call of a torch function; return whether it multiplies attention weights with values."""
-        if not isinstance(result, Tensor):
-            return False
-        tensors = list(iterate_tensors((*arguments, *named.values())))
+    def process_call(self, function: Any, tensors: list[Tensor], dim: object, result: Tensor) -> bool:
+        """Process one call of a torch function; return whether it multiplies attention weights with values.
+
+        Args:
+            function: the function that was called.
+            tensors: its tensor arguments.
+            dim: its argument `dim`, or its second argument.
+            result: its result.
+        """
         if function in _SOFTMAX:
-            if not self._is_over_classes(tensors[0], arguments, named):
+            # over the outputs of a linear map: a router, a classifier or a sampler
+            over_classes = tensors[0] in self._class_scores and dim in (-1, tensors[0].dim() - 1)
+            if not over_classes:
                 self._weights[result] = False
             return False
         self._follow_class_scores(function, tensors, result)
@@ -78,11 +84,6 @@ class UnrecordedAttention:
         if function in _PASSING or (function in _MULTIPLICATION and not others):
             self._weights[result] = is_segmented
         return False
-
-    def _is_over_classes(self, scores: Tensor, arguments: tuple[Any, ...], named: dict[str, Any]) -> bool:
-        """Whether a softmax is that of a router, a classifier or a sampler: over the outputs of a linear map."""
-        dim = named.get("dim", arguments[1] if len(arguments) > 1 else None)
-        return scores in self._class_scores and dim in (-1, scores.dim() - 1)
 
     def _follow_class_scores(self, function: Any, tensors: list[Tensor], result: Tensor) -> None:
         projects = function in _LINEAR_MAPS and any(self._items.is_weight(x) for x in tensors)
