@@ -296,7 +296,7 @@ class Heads(TensorInterface):
 
         Args:
             batch: the row of the batch.
-            tokens: names of the keys (and of as many queries) of heat-maps.
+            tokens: names of the keys (and of as many queries) of heat-maps; of more than 40, evenly spaced ones are shown.
             size: the largest number of cells per axis of a heat-map, 256 by default; longer sequences are averaged.
             image: the image that the points are from, in any size: (channels, height, width), (height, width, channels) or
                 (height, width); bytes, floats in [0, 1], or other floats, which are scaled to their range.
