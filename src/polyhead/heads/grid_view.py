@@ -99,7 +99,8 @@ def find_token_grid(part: Part, grid: GridArgument | None) -> TokenGrid:
         rule = f"at most {MAX_SPECIAL_TOKENS}" if prefix is None else f"{prefix}"
         raise ValueError(
             f"grid must leave {rule} of {sizes.keys} keys for special tokens, got {format_sizes(shape)} = {points}, which leaves "
-            f"{special}; {suggest_grids(sizes.keys, shape)}"
+            f"{special}; {suggest_grids(sizes.keys)}for that many tokens in front pass grid=Grid({', '.join(map(str, shape))}, "
+            f"prefix={special})"
         )
     # with fewer queries than points, all queries are special tokens, such as [CLS] attending to all patches
     outputs = shape if sizes.queries >= points else (0,) * len(shape)
@@ -123,24 +124,19 @@ def fits_keys(grid: GridArgument, keys: int) -> bool:
     return 0 <= special <= MAX_SPECIAL_TOKENS if prefix is None else special == prefix
 
 
-def suggest_grids(keys: int, shape: Sequence[int]) -> str:
-    """Grids of rows and columns that fit a number of keys, for an error message."""
-    with_tokens = (
-        f"for that many tokens in front pass grid=Grid({', '.join(map(str, shape))}, prefix={keys - math.prod(shape)})"
-    )
+def suggest_grids(keys: int) -> str:
+    """Grids of rows and columns that fit a number of keys, for an error message: "32 x 32 or 16 x 64 would fit; "; "" if none does."""
     fitting = []
     for special in _COMMON_SPECIAL_TOKENS:
         for height in range(2, math.isqrt(max(0, keys - special)) + 1):
             width, rest = divmod(keys - special, height)
             if not rest and width <= _MAX_SUGGESTED_RATIO * height:
                 fitting.append((height != width, special, width / height, height, width))
-    if not fitting:
-        return with_tokens
     names = [
         f"{height} x {width}" + (f" after {special} special token{'s' * (special > 1)}" if special else "")
         for _, special, _, height, width in sorted(fitting)[:2]
     ]
-    return f"{' or '.join(names)} would fit; {with_tokens}"
+    return f"{' or '.join(names)} would fit; " if names else ""
 
 
 def average_by_offset(

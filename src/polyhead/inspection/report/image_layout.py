@@ -30,6 +30,14 @@ class ImageLayout(NamedTuple):
 
     points: TokenGrid
     block: int = 1
+    # the text of the queries, if they are words that attend to patches
+    words: Tokens | None = None
+
+    def with_words(self, words: Tokens) -> ImageLayout:
+        """The layout in which all queries are words."""
+        lattice = self.points.lattice
+        no_outputs = lattice._replace(outputs=(0,) * len(lattice.outputs))
+        return self._replace(points=self.points._replace(lattice=no_outputs, queries=len(words)), words=words)
 
     @property
     def block_lattice(self) -> Lattice:
@@ -48,6 +56,8 @@ class ImageLayout(NamedTuple):
 
     def token_names(self) -> tuple[Tokens, Tokens]:
         """The names of queries and keys; one object if they are the same tokens."""
+        if self.words is not None:
+            return self.words, _name_special_tokens_and_patches(self.points.keys, self.block_lattice.sizes)
         rows = _name_special_tokens_and_patches(self.points.queries, self.block_lattice.outputs)
         same = self.queries == self.keys and self.points.queries == self.points.keys
         return rows, rows if same else _name_special_tokens_and_patches(self.points.keys, self.block_lattice.sizes)
