@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 # White to deep blue, in perceptually even steps.
 _BLUE_RAMP = ((255, 255, 255), (198, 219, 239), (107, 174, 214), (33, 113, 181), (8, 48, 107))
-# Axes with more tokens than this get no tick labels: they would be unreadable.
+# The largest number of tokens named along an axis: more would be unreadable.
 _MAX_TICK_LABELS = 40
 # Colours of frames, which contrast with both colour maps.
 _ORANGE_FRAME, _BLUE_FRAME = "#d55e00", "#1f6feb"
@@ -60,7 +60,8 @@ def plot_heat_maps(
         if place % columns == 0:
             axis.set_ylabel("query")
         if place // columns == len(axes) - 1:
-            axis.set_xlabel("key")
+            step = _label_step(shape[-1])
+            axis.set_xlabel("key" if tokens is None or step == 1 else f"key (one in {step} named)")
     if picture is not None:
         figure.colorbar(picture, ax=axes, label=measure, shrink=0.8)
     return figure
@@ -182,15 +183,22 @@ def _outline_point(axis: Any, point: tuple[int, ...] | None, colour: str) -> Non
         axis.add_patch(Rectangle(corner, 1, 1, fill=False, edgecolor=edge, linewidth=width))
 
 
+def _label_step(tokens: int) -> int:
+    """Every how many tokens one is named along an axis."""
+    return max(1, -(-tokens // _MAX_TICK_LABELS))
+
+
 def _label_ticks_with_tokens(axis: Any, tokens: Sequence[str] | None, shape: Sequence[int]) -> None:
     if tokens is None:
         return
     if len(tokens) != shape[-1]:
         raise ValueError(f"tokens must have a name per key, {shape[-1]}, got {len(tokens)}")
-    if shape[-1] <= _MAX_TICK_LABELS:
-        axis.set_xticks(range(shape[-1]), tokens, rotation=90, fontsize=7)
-        if shape[-2] == shape[-1]:
-            axis.set_yticks(range(shape[-2]), tokens, fontsize=7)
+    step = _label_step(shape[-1])
+    # matplotlib cannot draw lone surrogates
+    names = [str(token).encode(errors="backslashreplace").decode() for token in tokens[::step]]
+    axis.set_xticks(range(0, shape[-1], step), names, rotation=90, fontsize=7)
+    if shape[-2] == shape[-1]:
+        axis.set_yticks(range(0, shape[-2], step), names, fontsize=7)
 
 
 def heat_maps_html(maps: Float[Tensor, "heads height width"], numbers: Sequence[int], caption: str) -> str:

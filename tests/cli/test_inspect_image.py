@@ -189,7 +189,7 @@ def test_exif_orientation_and_palettes():
         (["--image", "photo.png", "--model", "./absent"], "absent: found neither a folder"),
         (
             ["--image", "photo.png", "--model", "pickled"],
-            "model must have a model.safetensors, got pickled without one; pickles are not read",
+            "model must have a model.safetensors, got pickled without one; pytorch_model.bin is a pickle and is not read: ",
         ),
         (["a text", "--model", "pickled"], "model.safetensors"),
         (["--image", "photo.png", "--model", "resnet"], "model must have attention modules, got "),

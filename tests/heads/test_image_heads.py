@@ -344,3 +344,32 @@ def test_error_messages_on_grids():
     ]:
         with pytest.raises(ValueError, match=message):
             make()
+
+
+def test_grids_that_leave_many_keys_are_refused():
+    """More surplus keys than special tokens hint at a wrong grid; the error lists some that fit."""
+    for keys, grid, message in [
+        (
+            1024,
+            (12, 48),
+            r"at most 16 of 1024 keys .*, got 12 x 48 = 576, which leaves 448; 32 x 32 or 16 x 64 would fit",
+        ),
+        (197, (7, 7), "which leaves 148; 14 x 14 after 1 special token or 7 x 28 after 1 special token would fit"),
+        (50, (4, 8), r"which leaves 18; 7 x 7 after 1 special token or .* pass grid=Grid\(4, 8, prefix=18\)"),
+        (40, Grid(5, 7, prefix=2), "grid must leave 2 of 40 keys for special tokens, got 5 x 7 = 35, which leaves 5"),
+    ]:
+        heads = make_heads(keys, heads=1)
+        for call in (lambda h=heads, g=grid: h.plot(grid=g), lambda h=heads, g=grid: h.average_by_offset(1, g)):
+            with pytest.raises(ValueError, match=message):
+                call()
+    # text tokens before the patches are given by a prefix
+    heads = make_heads(35 + 77, heads=2)
+    weights, _ = drawn(heads.plot(grid=Grid(5, 7, prefix=77), at=(0, 0)).axes[0])
+    np.testing.assert_allclose(weights, heads[0, 77, 77:].detach().view(5, 7), atol=1e-6)
+
+
+def test_the_row_of_the_batch_is_named():
+    """Its rows may be windows of one image."""
+    windows = make_heads(64, 49, heads=2)
+    assert windows.plot(image=torch.rand(8, 8), grid=(7, 7), batch=3).get_suptitle() == "row 3 of 64 of the batch"
+    assert make_heads(1, 49, heads=2).plot(image=torch.rand(8, 8), grid=(7, 7)).get_suptitle() == ""

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from view_examples import make_heads
 
-from polyhead import GAT, ALiBi, GATv2, Heads
+from polyhead import GAT, ALiBi, GATv2, Heads, MultiHeadAttention
 from polyhead.metrics import attention_parts
 
 
@@ -133,3 +133,24 @@ def test_in_place_methods_raise_and_metadata_is_free(monkeypatch):
     monkeypatch.setattr(attention_parts, "pair_weights", None)
     assert heads.requires_grad
     assert heads.numel() == 3 * 6 * 11 * 11
+
+
+def test_more_than_40_tokens_are_named_in_part():
+    pytest.importorskip("matplotlib")
+    _, heads = MultiHeadAttention(8, 2)(torch.randn(122, 8))
+    figure = heads.plot(tokens=[f"w{i}" for i in range(122)])
+    axis = figure.axes[0]
+    for ticks, labels in ((axis.get_xticks(), axis.get_xticklabels()), (axis.get_yticks(), axis.get_yticklabels())):
+        assert len(labels) == 31
+        assert [label.get_text() for label in labels] == [f"w{int(tick)}" for tick in ticks]
+    assert axis.get_xlabel() == "key (one in 4 named)"
+    few = heads.select(queries=slice(0, 30), keys=slice(0, 40)).plot(tokens=[f"w{i}" for i in range(40)]).axes[0]
+    assert len(few.get_xticklabels()) == 40 and few.get_xlabel() == "key"
+
+
+def test_tokens_that_are_not_valid_unicode_are_drawn(tmp_path):
+    pytest.importorskip("matplotlib")
+    _, heads = MultiHeadAttention(8, 2)(torch.randn(3, 8))
+    figure = heads.plot(tokens=["a", "\ud800", "b"])
+    figure.savefig(tmp_path / "heads.png")
+    assert [label.get_text() for label in figure.axes[0].get_xticklabels()] == ["a", r"\ud800", "b"]

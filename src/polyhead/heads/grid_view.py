@@ -13,7 +13,7 @@ from torch import Tensor
 from polyhead._checks import check_integer, check_integers, is_integer, short_repr
 from polyhead.metrics import blockwise
 from polyhead.metrics.attention_parts import DensePart, Part
-from polyhead.neighbourhood import Lattice
+from polyhead.neighbourhood import Grid, Lattice
 from polyhead.neighbourhood.lattice import format_sizes, unravel_index
 from polyhead.plots import QueryMarker, plot_around_query, plot_over_image
 
@@ -21,8 +21,14 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 IndexOrPoint = int | Sequence[int]
+# Rows and columns, or a `Grid`, whose prefix says how many special tokens are before its points.
+GridArgument = Sequence[int] | Grid
 # The largest number of offsets in `average_by_offset`.
 _MAX_OFFSETS = 2**24
+# Keys beyond a grid that are taken for special tokens: [CLS], a distillation token and registers. More of them hint at a wrong grid.
+MAX_SPECIAL_TOKENS = 16
+# Numbers of special tokens of common models, and the largest ratio of the sides of a grid that is suggested.
+_COMMON_SPECIAL_TOKENS, _MAX_SUGGESTED_RATIO = (0, 1, 2, 5), 4
 
 
 class TokenGrid(NamedTuple):
@@ -63,7 +69,7 @@ class TokenGrid(NamedTuple):
         return QueryMarker(tuple(key_point.tolist()), f"query {format_point(point)}{among_keys}")
 
 
-def find_token_grid(part: Part, grid: Sequence[int] | None) -> TokenGrid:
+def find_token_grid(part: Part, grid: GridArgument | None) -> TokenGrid:
     """The grid of a part: that of its neighbourhood, or one of the sizes `grid`, which fills its last keys."""
     if not isinstance(part, DensePart):
         raise ValueError(
@@ -82,19 +88,55 @@ def find_token_grid(part: Part, grid: Sequence[int] | None) -> TokenGrid:
             f"grid must be (height, width) where over has no coordinates, got None for {part.call.over!r}; pass (14, 14) for "
             "196 patches after [CLS]"
         )
-    shape = tuple(check_integers("grid", [grid] if is_integer(grid) else grid, hint="it is (height, width)"))
-    if not shape:
-        raise ValueError("grid must be (height, width), got ()")
+    shape, prefix = read_grid_argument(grid)
     points = math.prod(shape)
-    if points > sizes.keys:
+    special = sizes.keys - points
+    if special < 0:
         raise ValueError(
             f"grid must have at most as many points as there are keys, {sizes.keys}, got {format_sizes(shape)} = {points}"
         )
+    if special > MAX_SPECIAL_TOKENS if prefix is None else special != prefix:
+        rule = f"at most {MAX_SPECIAL_TOKENS}" if prefix is None else f"{prefix}"
+        raise ValueError(
+            f"grid must leave {rule} of {sizes.keys} keys for special tokens, got {format_sizes(shape)} = {points}, which leaves "
+            f"{special}; {suggest_grids(sizes.keys)}for that many tokens in front pass grid=Grid({', '.join(map(str, shape))}, "
+            f"prefix={special})"
+        )
     # with fewer queries than points, all queries are special tokens, such as [CLS] attending to all patches
     outputs = shape if sizes.queries >= points else (0,) * len(shape)
-    return TokenGrid(
-        Lattice(shape, outputs, (1,) * len(shape)), sizes.queries - math.prod(outputs), sizes.keys - points
-    )
+    return TokenGrid(Lattice(shape, outputs, (1,) * len(shape)), sizes.queries - math.prod(outputs), special)
+
+
+def read_grid_argument(grid: GridArgument) -> tuple[tuple[int, ...], int | None]:
+    """The sizes of a grid and the number of special tokens before it; None if it is not given."""
+    if isinstance(grid, Grid):
+        return grid.sizes, grid.prefix
+    shape = tuple(check_integers("grid", [grid] if is_integer(grid) else grid, hint="it is (height, width)"))
+    if not shape:
+        raise ValueError("grid must be (height, width), got ()")
+    return shape, None
+
+
+def fits_keys(grid: GridArgument, keys: int) -> bool:
+    """Whether a grid and a plausible number of special tokens make up this many keys."""
+    shape, prefix = read_grid_argument(grid)
+    special = keys - math.prod(shape)
+    return 0 <= special <= MAX_SPECIAL_TOKENS if prefix is None else special == prefix
+
+
+def suggest_grids(keys: int) -> str:
+    """Grids of rows and columns that fit a number of keys, for an error message: "32 x 32 or 16 x 64 would fit; "; "" if none does."""
+    fitting = []
+    for special in _COMMON_SPECIAL_TOKENS:
+        for height in range(2, math.isqrt(max(0, keys - special)) + 1):
+            width, rest = divmod(keys - special, height)
+            if not rest and width <= _MAX_SUGGESTED_RATIO * height:
+                fitting.append((height != width, special, width / height, height, width))
+    names = [
+        f"{height} x {width}" + (f" after {special} special token{'s' * (special > 1)}" if special else "")
+        for _, special, _, height, width in sorted(fitting)[:2]
+    ]
+    return f"{' or '.join(names)} would fit; " if names else ""
 
 
 def average_by_offset(
@@ -131,14 +173,20 @@ def query_weights(
     return w[..., grid.keys :].unflatten(-1, grid.lattice.sizes), w[..., : grid.keys].sum(-1)
 
 
-def plot_query(part: Part, grid: TokenGrid, at: IndexOrPoint | None, image: Any, measure: str) -> Figure:
-    """The weights of one query over the image; the part has one row of a batch."""
+def plot_query(
+    part: Part, grid: TokenGrid, at: IndexOrPoint | None, image: Any, measure: str, row: tuple[int, int]
+) -> Figure:
+    """The weights of one query over the image; the part has one row of a batch: `row` is its index and the number of rows."""
     _check_plottable(grid, (2,))
     index = grid.query_index(at)
     on_points, on_special = (x.detach() for x in query_weights(part, grid, index))
     special = on_special.flatten().tolist() if grid.keys else None
     heads = part.indices("heads").tolist()
-    return plot_over_image(on_points.flatten(0, -3), heads, image, grid.query_marker(index), special, measure)
+    figure = plot_over_image(on_points.flatten(0, -3), heads, image, grid.query_marker(index), special, measure)
+    if row[1] > 1:
+        # the rows may be windows of one image
+        figure.suptitle(f"row {row[0]} of {row[1]} of the batch", fontsize=9)
+    return figure
 
 
 def plot_offsets(part: Part, grid: TokenGrid, reach: int | Sequence[int], measure: str) -> Figure:

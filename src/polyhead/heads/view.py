@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from polyhead._checks import WrongType, check_integer, describe_type, short_repr
-from polyhead.heads.grid_view import IndexOrPoint, average_by_offset, find_token_grid, plot_offsets, plot_query
+from polyhead.heads import grid_view
 from polyhead.heads.indexing import Index, index_into_selection, unit_slice
 from polyhead.heads.origin import NEEDED_FOR_WEIGHTS, WATCHED_TENSORS, Origin, view_fingerprint
 from polyhead.heads.tensor_interface import TensorInterface
@@ -261,7 +261,7 @@ class Heads(TensorInterface):
         return agreement if self._part.heads is None else agreement.index_select(-1, self._part.heads)
 
     def average_by_offset(
-        self, reach: int | Sequence[int], grid: Sequence[int] | None = None
+        self, reach: int | Sequence[int], grid: grid_view.GridArgument | None = None
     ) -> Float[Tensor, "... heads *window"]:
         """On a grid: the weights by offset of the key from the query, `(..., heads, 2·reach + 1, …)`, one axis per axis of the grid.
 
@@ -270,11 +270,11 @@ class Heads(TensorInterface):
 
         Args:
             reach: the largest offset to either side: an integer, or one per axis.
-            grid: if the neighbourhood has no coordinates: the sizes of the grid that fills the last keys; the keys before it are
-                special tokens.
+            grid: if the neighbourhood has no coordinates: the sizes of the grid that fills the last keys, after at most 16 special
+                tokens; or `Grid(14, 14, prefix=77)` for more of them.
         """
         part = self._part_if_unchanged()
-        return average_by_offset(part, find_token_grid(part, grid), reach)
+        return grid_view.average_by_offset(part, grid_view.find_token_grid(part, grid), reach)
 
     # pictures
 
@@ -285,8 +285,8 @@ class Heads(TensorInterface):
         tokens: Sequence[str] | None = None,
         size: int | None = None,
         image: Any = None,
-        at: IndexOrPoint | None = None,
-        grid: Sequence[int] | None = None,
+        at: grid_view.IndexOrPoint | None = None,
+        grid: grid_view.GridArgument | None = None,
         around: int | Sequence[int] | None = None,
     ) -> Figure:
         """A picture of each head, as a matplotlib Figure (`pip install polyhead[plot]`).
@@ -296,7 +296,7 @@ class Heads(TensorInterface):
 
         Args:
             batch: the row of the batch.
-            tokens: names of the keys (and of as many queries) of heat-maps.
+            tokens: names of the keys (and of as many queries) of heat-maps; of more than 40, evenly spaced ones are shown.
             size: the largest number of cells per axis of a heat-map, 256 by default; longer sequences are averaged.
             image: the image that the points are from, in any size: (channels, height, width), (height, width, channels) or
                 (height, width); bytes, floats in [0, 1], or other floats, which are scaled to their range.
@@ -326,10 +326,10 @@ class Heads(TensorInterface):
                 "position on an image"
             )
         part = self.select_batch_entry(batch)._part
-        token_grid = find_token_grid(part, grid)
+        token_grid = grid_view.find_token_grid(part, grid)
         if around is not None:
-            return plot_offsets(part, token_grid, around, measure)
-        return plot_query(part, token_grid, at, image, measure)
+            return grid_view.plot_offsets(part, token_grid, around, measure)
+        return grid_view.plot_query(part, token_grid, at, image, measure, (batch, self.shape[:-3].numel()))
 
     def _repr_html_(self) -> str:
         if not self.shape.numel():

@@ -27,13 +27,19 @@ Result = TypeVar("Result")
 class MeasuredHeads(Mapping[str, Heads]):
     """Heads by the names of their layers, in one batch entry. Functions pass it on instead of the heads, so that nothing is computed twice."""
 
-    def __init__(self, heads: Heads | Mapping[str, Heads], batch: int = 0) -> None:
-        if not isinstance(heads, (Heads, Mapping)):
+    def __init__(self, heads: Heads | Mapping[str, Heads] | Sequence[Heads], batch: int = 0) -> None:
+        if not isinstance(heads, (Heads, Mapping, list, tuple)):
             raise WrongType(
-                f"heads must be a Heads, or a mapping of names to Heads as `capture` records it, got {describe_type(heads)}; "
-                "with capture(model) as seen: model(x)"
+                f"heads must be a Heads, or a mapping of names to Heads as `capture` records it, or a list of Heads, got "
+                f"{describe_type(heads)}; with capture(model) as seen: model(x)"
             )
-        views = {"attention": heads} if isinstance(heads, Heads) else dict(heads)
+        views: dict[str, Heads] = (
+            {"attention": heads}
+            if isinstance(heads, Heads)
+            else dict(heads)
+            if isinstance(heads, Mapping)
+            else {f"layer {number}": view for number, view in enumerate(heads)}
+        )
         for name, view in views.items():
             if not isinstance(view, Heads):
                 raise WrongType(
@@ -44,7 +50,7 @@ class MeasuredHeads(Mapping[str, Heads]):
         self.layers = {name: MeasuredLayer(view, batch, _choose_heatmap_size(total)) for name, view in views.items()}
 
     @classmethod
-    def wrap(cls, heads: Heads | Mapping[str, Heads], batch: int = 0) -> MeasuredHeads:
+    def wrap(cls, heads: Heads | Mapping[str, Heads] | Sequence[Heads], batch: int = 0) -> MeasuredHeads:
         """Wrap heads; heads that are wrapped for this batch entry already are returned as they are."""
         return heads if isinstance(heads, MeasuredHeads) and heads.batch == batch else cls(heads, batch)
 

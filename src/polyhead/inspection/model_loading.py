@@ -14,6 +14,7 @@ from torch import nn
 
 from polyhead import _limits, models
 from polyhead.models import Tokenizer, checkpoint_files
+from polyhead.models.file_formats import describe_other_weights
 from polyhead.models.pretrained import CLASS_BY_MODEL_TYPE
 
 # parameters that checkpoints may leave out, such as a pooler's
@@ -78,9 +79,8 @@ def load_transformers_model(name: str) -> nn.Module:
     """Load a model with transformers: from a folder, or by an id from its cache or the network."""
     folder = Path(name) if Path(name).is_dir() else None
     if folder is not None and checkpoint_files.find_weights_file(folder) is None:
-        raise ValueError(
-            f"model must have a {checkpoint_files.WEIGHTS_FILE}, got {name} without one; pickles are not read, since they can run code"
-        )
+        found = describe_other_weights(folder) or "only safetensors files are read"
+        raise ValueError(f"model must have a {checkpoint_files.WEIGHTS_FILE}, got {name} without one; {found}")
     transformers = _import_transformers(name)
     config = find_model_file(name, checkpoint_files.CONFIG_FILE)
     if config is not None:

@@ -28,6 +28,7 @@ from polyhead._checks import (
     is_integer,
     short_repr,
 )
+from polyhead.models.file_formats import describe_other_weights, recognise_file_format
 
 Model = TypeVar("Model", bound=nn.Module)
 CONFIG_FILE, WEIGHTS_FILE, TOKENIZER_FILE = "config.json", "model.safetensors", "tokenizer.json"
@@ -61,6 +62,11 @@ def find_checkpoint_folder(path_or_package: str | Path) -> Path:
     if path.is_dir():
         return path
     if path.exists():
+        found_format = recognise_file_format(path) if path.is_file() else None
+        if found_format is not None:
+            raise ValueError(
+                f"{path} must be a folder with {CONFIG_FILE} and {WEIGHTS_FILE}, got {found_format.description}; {found_format.remedy}"
+            )
         raise ValueError(f"{path} must be a folder, got a file; pass the folder that holds it and {CONFIG_FILE}")
     name = str(path_or_package)
     roots = find_package_folders(name)
@@ -293,7 +299,7 @@ def check_config(config: Any) -> None:
 def read_config(root: Path, kinds: Sequence[str]) -> ConfigFile:
     """Read the config.json of a folder, whose `model_type` must be one of `kinds`."""
     path = root / CONFIG_FILE
-    check_regular_file(path, SAVE_PRETRAINED_HINT)
+    check_regular_file(path, describe_other_weights(root) or SAVE_PRETRAINED_HINT)
     values = read_json(path)
     kind = values.get("model_type")
     if not isinstance(kind, str) or kind not in kinds:

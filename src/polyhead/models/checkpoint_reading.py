@@ -13,18 +13,13 @@ from torch import Tensor, nn
 
 from polyhead import _limits
 from polyhead.models import checkpoint_files
+from polyhead.models.file_formats import describe_other_weights, recognise_file_format
 
 # the longest file name that file systems accept
 _MAX_NAME_LENGTH = 255
 # the index of a layer, but not the 1 of ln_1
 _LAYER_INDEX = re.compile(r"(?<![^.])[0-9]+(?![^.])")
 _FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
-# first bytes of files that are often mistaken for safetensors
-_KIND_BY_FIRST_BYTES = {
-    b"PK": "a zip file, as torch.save writes",
-    b"\x80": "a pickle, as torch.save writes",
-    b"version https://git-lfs": "a Git LFS pointer (git lfs pull downloads the file)",
-}
 
 
 class StoredTensor(NamedTuple):
@@ -105,10 +100,8 @@ def open_checkpoint(root: Path) -> Iterator[OpenCheckpoint]:
     """Open the checkpoint in a folder: model.safetensors, or the shards that its index names."""
     path = checkpoint_files.find_weights_file(root)
     if path is None:
-        pickled = sorted(file.name for pattern in ("*.bin", "*.pt", "*.ckpt") for file in root.glob(pattern))
-        hint = f"{pickled[0]} is a pickle and is not read, since it may run code; " if pickled else ""
         path = root / checkpoint_files.WEIGHTS_FILE
-        checkpoint_files.check_regular_file(path, f"{hint}{checkpoint_files.SAVE_PRETRAINED_HINT}")
+        checkpoint_files.check_regular_file(path, describe_other_weights(root) or checkpoint_files.SAVE_PRETRAINED_HINT)
     with contextlib.ExitStack() as stack:
         yield OpenCheckpoint(path, {file: stack.enter_context(_open_safetensors(file)) for file in _list_shards(path)})
 
@@ -150,10 +143,10 @@ def _open_safetensors(path: Path) -> Any:
                 f"{path} must be a complete safetensors file, got {path.stat().st_size:,} bytes that are truncated or damaged ({error}); "
                 "download it again"
             ) from error
-        kind = next((kind for begin, kind in _KIND_BY_FIRST_BYTES.items() if start.startswith(begin)), None)
-        raise ValueError(
-            f"{path} must be a safetensors file, got {kind or f'another format ({error})'}; save the model with save_pretrained"
-        ) from error
+        kind = recognise_file_format(path)
+        description = f"another format ({error})" if kind is None else kind.description
+        remedy = "save the model with save_pretrained" if kind is None else kind.remedy
+        raise ValueError(f"{path} must be a safetensors file, got {description}; {remedy}") from error
 
 
 def _check_safetensors_header(path: Path) -> None:

@@ -166,7 +166,6 @@ def test_some_queries_and_keys():
     view = heads.select(queries=[2, 5, 7], keys=slice(3, 8))
     page = report(view)
     given = content(page)["layers"][0]
-    assert not given["plain"]
     assert np.allclose(array(page, given["arrays"]["weights"]), view.weights, atol=1e-6)
     exact = {name: array(page, ref) for name, ref in given["exact"]["1"].items()}
     call = heads._part.call

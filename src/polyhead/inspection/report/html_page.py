@@ -29,7 +29,6 @@ class Page:
 
         A symbolic link is followed. Anything but a regular file, such as a device, is refused.
         """
-        # lone surrogates, as in file names that are not valid Unicode, become escapes, which JSON reads
         _files.write_atomically(path, self.html.encode(errors="backslashreplace"))
 
     def __repr__(self) -> str:
@@ -52,7 +51,9 @@ def build_html(content: dict[str, Any], arrays: Sequence[str]) -> str:
     }  # fmt: skip
     # in one pass, so that inserted text is never searched for placeholders
     before, *rest = read("page.html").split("{{")
-    return before + "".join(pieces[name] + after for name, after in (piece.split("}}", 1) for piece in rest))
+    page = before + "".join(pieces[name] + after for name, after in (piece.split("}}", 1) for piece in rest))
+    # lone surrogates, as in file names that are not valid Unicode, become escapes, which JSON reads: UTF-8 has no code for them
+    return page.encode(errors="backslashreplace").decode()
 
 
 def _json_for_script_tag(content: dict[str, Any]) -> str:

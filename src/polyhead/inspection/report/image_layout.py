@@ -13,7 +13,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from polyhead.heads import Heads
-from polyhead.heads.grid_view import TokenGrid
+from polyhead.heads.grid_view import GridArgument, TokenGrid, fits_keys, read_grid_argument
 from polyhead.inspection.analysis.image_stats import ImageStats, ImageStatsAccumulator, iterate_query_blocks
 from polyhead.inspection.measured_heads import MeasuredHeads, MeasuredLayer, to_json_numbers
 from polyhead.inspection.view_properties import find_token_grid_of_view, is_on_graph
@@ -30,6 +30,14 @@ class ImageLayout(NamedTuple):
 
     points: TokenGrid
     block: int = 1
+    # the text of the queries, if they are words that attend to patches
+    words: Tokens | None = None
+
+    def with_words(self, words: Tokens) -> ImageLayout:
+        """The layout in which all queries are words."""
+        lattice = self.points.lattice
+        no_outputs = lattice._replace(outputs=(0,) * len(lattice.outputs))
+        return self._replace(points=self.points._replace(lattice=no_outputs, queries=len(words)), words=words)
 
     @property
     def block_lattice(self) -> Lattice:
@@ -48,6 +56,8 @@ class ImageLayout(NamedTuple):
 
     def token_names(self) -> tuple[Tokens, Tokens]:
         """The names of queries and keys; one object if they are the same tokens."""
+        if self.words is not None:
+            return self.words, _name_special_tokens_and_patches(self.points.keys, self.block_lattice.sizes)
         rows = _name_special_tokens_and_patches(self.points.queries, self.block_lattice.outputs)
         same = self.queries == self.keys and self.points.queries == self.points.keys
         return rows, rows if same else _name_special_tokens_and_patches(self.points.keys, self.block_lattice.sizes)
@@ -65,13 +75,18 @@ class ImageLayout(NamedTuple):
         return int(_block_of_each_token(self.points.queries, self.points.lattice.outputs, self.block)[number])
 
 
-def find_image_layout(view: Heads, grid: Sequence[int] | None) -> ImageLayout | None:
+def find_image_layout(view: Heads, grid: GridArgument | None) -> ImageLayout | None:
     """The layout of a layer on an image; None for a layer that is not over patches."""
     call = view.part.call
     if is_on_graph(view) or (call.over.lattice is None and grid is None):
         return None
-    sizes = call.over.lattice.sizes if call.over.lattice is not None else tuple(grid or ())
-    if len(sizes) != 2 or math.prod(sizes) > call.sizes.keys:
+    if call.over.lattice is not None:
+        over_patches = len(call.over.lattice.sizes) == 2
+    else:
+        assert grid is not None
+        sizes, _ = read_grid_argument(grid)
+        over_patches = len(sizes) == 2 and fits_keys(grid, call.sizes.keys)
+    if not over_patches:
         return None
     if not shows_all_queries_and_keys(view):
         raise ValueError(
@@ -87,7 +102,7 @@ def shows_all_queries_and_keys(view: Heads) -> bool:
     return not is_on_graph(view) and (sizes.queries, sizes.keys) == tuple(view.shape[-2:])
 
 
-def find_layouts_of_layers(heads: MeasuredHeads, grid: Sequence[int] | None) -> dict[str, ImageLayout]:
+def find_layouts_of_layers(heads: MeasuredHeads, grid: GridArgument | None) -> dict[str, ImageLayout]:
     """The layouts of the layers that are over patches, with blocks of one size."""
     found = {name: find_image_layout(view, grid) for name, view in heads.items()}
     layouts = {name: layout for name, layout in found.items() if layout is not None}

@@ -24,7 +24,7 @@ from polyhead.inspection.measured_heads import (
 )
 from polyhead.inspection.report import image_layout
 from polyhead.inspection.report.image_layout import ImageLayout
-from polyhead.inspection.view_properties import count_batch_entries, is_on_graph
+from polyhead.inspection.view_properties import count_batch_entries, find_key_intervals, is_on_graph
 from polyhead.kernels.reference import masked_scores
 from polyhead.models import Tokens
 from polyhead.score import Dot
@@ -52,8 +52,6 @@ class PageLayer(NamedTuple):
     number: int
     name: str
     measured: MeasuredLayer
-    # whether a pair is allowed exactly when its key lies in the query's interval
-    interval: bool
     rows: Tokens | None
     columns: Tokens | None
     # the positions of tokens on the page's image, for a layer over patches
@@ -87,9 +85,19 @@ class PageLayer(NamedTuple):
     def is_plain_dot_product(self) -> bool:
         """Whether a weight is exp(scale · q·k − lse) inside an interval of keys, and nothing else."""
         call = self.view.part.call
-        extra = call.relative_bias is not None or call.bias is not None or call.sink is not None
-        whole = not self.is_graph and not self.view.part.is_selection
-        return whole and self.interval and type(call.score) is Dot and not extra
+        has_only_dot = type(call.score) is Dot and call.relative_bias is None and call.sink is None
+        return not self.is_graph and has_only_dot and self.key_intervals is not None
+
+    @property
+    def key_intervals(self) -> Int[Tensor, "2 queries"] | None:
+        """The first key of each query and the one past the last; None if its keys are not an interval."""
+        return self.measured.compute_once("key intervals", lambda: find_key_intervals(self.view))
+
+    @property
+    def has_bias(self) -> bool:
+        """Whether an additive bias or mask changes scores."""
+        bias = self.view.part.call.bias
+        return bias is not None and bool(bias.any())
 
     def contribution_norms(self) -> Float[Tensor, "heads keys"]:
         """The contribution of a weight of 1 on each key: |W_O v|, or |v| if W_O is unknown."""
@@ -143,7 +151,7 @@ def make_page_layer(
     check_integer("batch", batch, 0, rows - 1, hint=f"{name!r} has {rows} rows")
     if 0 in heads.shape or 0 in (len(heads.part.indices("queries")), len(heads.part.indices("keys"))):
         raise ValueError(f"heads[{name!r}] must have heads, queries and keys, got shape {tuple(heads.shape)}")
-    return PageLayer(number, name, measured, heads.part.call.over.exact, *texts, image)
+    return PageLayer(number, name, measured, *texts, image)
 
 
 class ArrayBlobs:
@@ -183,7 +191,7 @@ def _common_layer_fields(layer: PageLayer, stats: Mapping[str, Any]) -> JsonObje
         "number": layer.number, "name": layer.name, "kind": kind, "attention": _ATTENTION_KINDS[is_self], "heads": layer.heads, "queries": queries, "keys": keys,
         "over": repr(call.over.over if hasattr(call.over, "over") else call.over),
         "score": type(call.score).__name__, "scale": layer.score_scale if isinstance(call.score, Dot) else None,
-        "plain": layer.is_plain_dot_product, "has_w_o": layer.view.origin.w_o is not None, "stats": stats, "arrays": {}, "exact": {},
+        "plain": layer.is_plain_dot_product and not layer.has_bias, "has_w_o": layer.view.origin.w_o is not None, "stats": stats, "arrays": {}, "exact": {},
     }  # fmt: skip
 
 
@@ -211,7 +219,7 @@ def _add_short_text_arrays(layer: PageLayer, arrays: JsonObject, blobs: ArrayBlo
     arrays["weights"] = blobs.add(layer.measured.weights, "f4")
     call, w_o = layer.view.part.call, layer.view.origin.w_o
     queries, keys = layer.indices("queries"), layer.indices("keys")
-    if not layer.is_plain_dot_product and type(call.score) is Dot:
+    if (layer.has_bias or not layer.is_plain_dot_product) and type(call.score) is Dot:
         arrays["scores"] = blobs.add(squeeze_batch(masked_scores(call), 3)[layer.heads][:, queries][..., keys], "f4")
     arrays["outputs"] = blobs.add(squeeze_batch(layer.view.outputs, 3), "f2")
     if w_o is not None and w_o.dim() == 2:
@@ -249,8 +257,8 @@ def _add_qk_or_top_keys(
             left -= _count_bytes(kept)
         record["exact"][str(head)] = {name: blobs.add(*array) for name, array in (kept or {}).items()}
     for layer, record in zip(layers, records, strict=True):
-        if layer.is_plain_dot_product and layer.image is None:
-            record["arrays"]["reach"] = blobs.add(_key_interval_per_query(layer), "i4")
+        if layer.is_plain_dot_product and layer.image is None and layer.key_intervals is not None:
+            record["arrays"]["reach"] = blobs.add(layer.key_intervals, "i4")
 
 
 TypedArrays = dict[str, tuple[Any, str]]
@@ -288,13 +296,6 @@ def _largest_weight_error(layer: PageLayer, index: int, rough: list[Tensor], lse
     found = ((rough[0][rows] @ rough[1].T) * layer.score_scale - lse[rows, None]).exp()
     off = (found - true.reshape(found.shape)).abs() * (true.reshape(found.shape) > 0)
     return float(off.max()) if bool(off.isfinite().all()) else torch.inf
-
-
-def _key_interval_per_query(layer: PageLayer) -> Array:
-    """The first key of each query and the one past the last, (2, queries)."""
-    queries, keys = layer.query_and_key_counts
-    interval = layer.view.part.call.over.interval(queries, keys, torch.device("cpu"))
-    return torch.stack([bound.reshape(-1, queries)[0].clamp(0, keys) for bound in interval]).numpy()
 
 
 def _graph_layer_to_json(layer: PageLayer, blobs: ArrayBlobs) -> JsonObject:

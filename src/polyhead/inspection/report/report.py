@@ -11,9 +11,11 @@ import torch
 from polyhead import _files
 from polyhead._checks import WrongType, describe_type, short_repr
 from polyhead.heads import Heads
+from polyhead.heads.grid_view import GridArgument, suggest_grids
 from polyhead.inspection.measured_heads import MeasuredHeads
 from polyhead.inspection.report.html_page import Page, build_html
 from polyhead.inspection.report.image_layout import (
+    ImageLayout,
     coarsen_to_fit_page,
     encode_image_as_data_uri,
     find_image_layout,
@@ -30,47 +32,48 @@ from polyhead.inspection.report.page_data import (
     make_page_layer,
     score_head_interest,
 )
-from polyhead.inspection.roles.role_cards import Card
-from polyhead.models import Tokens
-
-Texts = Tokens | Sequence[str] | tuple[Tokens | Sequence[str], Tokens | Sequence[str]]
+from polyhead.inspection.report.page_texts import PageTexts, Texts
+from polyhead.inspection.roles.role_cards import Card, FoundRoles
+from polyhead.inspection.view_properties import count_batch_entries
 
 
 @torch.no_grad()
 def report(
-    heads: Heads | Mapping[str, Heads],
+    heads: Heads | Mapping[str, Heads] | Sequence[Heads],
     path: str | os.PathLike[str] | None = None,
     *,
     texts: Texts | Mapping[str, Texts] | None = None,
     title: str | None = None,
     finding: str | None = None,
     initial_head: HeadIndex | None = None,
-    cards: Iterable[Card] = (),
+    cards: Iterable[Card] | FoundRoles = (),
     notes: Iterable[str] = (),
     roles: Mapping[str, str] | None = None,
     batch: int = 0,
     image: Any = None,
-    grid: Sequence[int] | None = None,
+    grid: GridArgument | None = None,
     at: int | Sequence[int] | None = None,
 ) -> Page:
     """Build a page that shows these heads, and write it to `path` if given.
 
     Args:
-        heads: one view, or views by the names of their layers, in order.
+        heads: one view, or views by the names of their layers, in order; a list names them "layer 0" and so on.
         path: the file to write: completely or not at all.
-        texts: `Tokens` or a list of words; a pair of these (queries, keys) for cross-attention; or a mapping from layers to them.
-            By default tokens and nodes are numbered.
+        texts: `Tokens`, a list of words, or the output of a fast tokenizer of transformers; a pair of these, (queries, keys) for
+            cross-attention and (target, source) for an encoder-decoder, whose self-attentions get the one of their length; or a
+            mapping from layers to them. By default tokens and nodes are numbered.
         title: the title of the page.
         finding: one sentence, shown at the top.
         initial_head: (layer, head) to select first.
-        cards: roles of heads, as `find_roles` returns them.
+        cards: roles of heads: what `find_roles` returns, or some of its cards.
         notes: further lines for the reader.
         roles: an explanation for each role.
         batch: the row of the batch to show.
-        image: the model's input image, as `Heads.plot` takes it. Layers over its patches are drawn on it and must have no texts.
-            Without it, layers over a two-dimensional `Grid` without texts are drawn on an empty background.
-        grid: rows and columns of patches, such as (14, 14), for layers whose neighbourhood is not a `Grid`; surplus keys in
-            front are special tokens.
+        image: the model's input image, as `Heads.plot` takes it. Layers over its patches are drawn on it; texts are for the queries
+            of cross-attention from words to patches. Without it, layers over a two-dimensional `Grid` without texts are drawn on
+            an empty background.
+        grid: rows and columns of patches, such as (14, 14), for layers whose neighbourhood is not a `Grid`; up to 16 surplus keys in
+            front are special tokens. `Grid(14, 14, prefix=77)` for more of them.
         at: the patch to select first, (row, column), or the number of a token; by default the middle one. It refers to the layer of
             `initial_head`, or to the first layer on the image; the other layers show the same location.
     """
@@ -78,9 +81,10 @@ def report(
         _files.resolve_writable_path(path)
     measured = MeasuredHeads.wrap(heads, batch)
     _check_heads_and_titles(measured, title, finding)
-    picture = _ImageArguments(image, grid, at)
-    layers = picture.make_layers(measured, texts)
+    cards = cards.cards if isinstance(cards, FoundRoles) else cards
     cards, notes = _to_checked_list("cards", cards, Card), _to_checked_list("notes", notes, str)
+    picture = _ImageArguments(image, grid, at)
+    layers = picture.make_layers(measured, texts, notes)
     layers, shown_image = picture.fit_layers_on_page(layers, initial_head, notes)
     _check_heads_are_shown(layers, initial_head, cards)
     content, blobs = _build_page_data(layers, initial_head, cards, notes)
@@ -101,7 +105,9 @@ def _check_heads_and_titles(measured: MeasuredHeads, title: object, finding: obj
         if words is not None and not isinstance(words, str):
             raise WrongType(f"{argument} must be a str, got {describe_type(words)}")
     if not measured:
-        raise ValueError("heads must have at least one layer, got an empty mapping; call the model inside capture")
+        raise ValueError(
+            "heads must have at least one layer, got an empty mapping or list; call the model inside capture"
+        )
 
 
 def _check_heads_are_shown(layers: Sequence[PageLayer], initial_head: HeadIndex | None, cards: Sequence[Card]) -> None:
@@ -171,26 +177,78 @@ class _ImageArguments(NamedTuple):
     """What `report` was told about an image; all None for texts and graphs."""
 
     image: Any
-    grid: Sequence[int] | None
+    grid: GridArgument | None
     at: int | Sequence[int] | None
 
-    def make_layers(self, measured: MeasuredHeads, texts: Texts | Mapping[str, Texts] | None) -> list[PageLayer]:
-        """The layers of the page, each with its texts or its place on the image."""
+    def make_layers(
+        self, measured: MeasuredHeads, texts: Texts | Mapping[str, Texts] | None, notes: list[str]
+    ) -> list[PageLayer]:
+        """The layers of the page, each with its texts or its place on the image. Adds notes about rows of the batch."""
         if self.image is None and self.grid is not None:
             raise ValueError(f"grid must be None without an image, got {short_repr(self.grid)}; pass image= too")
-        layers = []
+        page_texts = PageTexts(texts, measured, measured.batch)
+        windows = self._find_windows(measured)
+        layers, unused = [], []
         for number, (name, layer) in enumerate(measured.layers.items()):
-            text = texts.get(name) if isinstance(texts, Mapping) else texts
-            on_image = self.image is not None or (text is None and shows_all_queries_and_keys(layer.heads))
-            layout = find_image_layout(layer.heads, self.grid) if on_image else None
-            if layout is not None and text is not None:
-                raise ValueError(
-                    f"texts must leave out {name!r}, which is drawn on the image: its patches are named by row and column; pass a "
-                    "mapping with the other layers"
-                )
-            names = layout.token_names() if layout is not None else _query_and_key_tokens(name, layer.heads, text)
+            layout = None if name in windows else self._find_layout(name, layer.heads, page_texts)
+            if layout is not None and layout.words is None and page_texts.has_text(name):
+                unused.append(name)
+            names = layout.token_names() if layout is not None else page_texts.tokens(name, layer.heads)
             layers.append(make_page_layer(number, name, layer, measured.batch, names, layout))
+        # a text may be for some layers, such as those from words to patches, but not for none
+        if len(unused) == len(layers) or any(map(page_texts.is_named, unused)):
+            raise _text_of_patches_error(next(filter(page_texts.is_named, unused), unused[0]))
+        self._add_batch_notes(layers, windows, measured, notes)
         return layers
+
+    def _find_layout(self, name: str, view: Heads, texts: PageTexts) -> ImageLayout | None:
+        """The place of a layer on the image; None for a layer that is not over patches."""
+        if self.image is None and (texts.has_text(name) or not shows_all_queries_and_keys(view)):
+            return None
+        layout = find_image_layout(view, self.grid)
+        if layout is None or not texts.has_text(name):
+            return layout
+        words = texts.words_of_queries(name, view)
+        if words is not None:
+            return layout.with_words(words)
+        if view.over.lattice is None and texts.fits_both_axes(name, view):
+            # a text that happens to have as many tokens as there are patches
+            if texts.is_named(name):
+                return None
+            raise ValueError(
+                f"texts must be a mapping by layer: {name!r} may be over the text or over the patches of the image, got one text; pass "
+                f"texts={{{name!r}: …}}, or leave it out of the mapping"
+            )
+        return layout
+
+    def _find_windows(self, measured: MeasuredHeads) -> dict[str, int]:
+        """The layers whose batch has more rows than that of another layer, as windows of an image do; with the number of rows."""
+        rows = {name: count_batch_entries(view) for name, view in measured.items()}
+        if self.image is None or not rows:
+            return {}
+        return {
+            name: number
+            for name, number in rows.items()
+            if number > min(rows.values()) and find_image_layout(measured[name], self.grid) is not None
+        }
+
+    def _add_batch_notes(
+        self, layers: Sequence[PageLayer], windows: Mapping[str, int], measured: MeasuredHeads, notes: list[str]
+    ) -> None:
+        if windows:
+            fewest = min(count_batch_entries(view) for view in measured.values())
+            others = f" and {len(windows) - 3} more" if len(windows) > 3 else ""
+            notes.append(
+                f"Not drawn on the image: {', '.join(list(windows)[:3])}{others}. The batch has up to {max(windows.values())} rows there "
+                f"and {fewest} elsewhere: its rows are windows or other parts of the image. Row {measured.batch} is shown."
+            )
+        on_image = [layer for layer in layers if layer.image is not None]
+        rows = max((count_batch_entries(layer.measured.heads) for layer in on_image), default=1)
+        if self.image is not None and rows > 1:
+            notes.append(
+                f"The image is drawn under row {measured.batch} of {rows} of the batch. If the rows are windows of the image, the "
+                "weights are those of one window, not of the whole image."
+            )
 
     def fit_layers_on_page(
         self, layers: list[PageLayer], initial_head: HeadIndex | None, notes: list[str]
@@ -221,43 +279,17 @@ class _ImageArguments(NamedTuple):
         """Raise if there is an image, or a patch of one, and no layer to draw on it."""
         if self.image is not None:
             shapes = ", ".join(f"{layer.name} {tuple(layer.view.shape)}" for layer in layers[:3])
+            keys = layers[0].query_and_key_counts[1]
             raise ValueError(
-                f"image must have a layer over a grid of rows and columns, got {shapes}; pass grid=(height, width)"
+                f"image must have a layer over a grid of rows and columns, got {shapes}; {'' if layers[0].is_graph else suggest_grids(keys)}"
+                "pass grid=(height, width)"
             )
         if self.at is not None:
             raise ValueError(f"at must be None without an image, got {short_repr(self.at)}; pass image= too")
 
 
-def _query_and_key_tokens(name: str, view: Heads, texts: Texts | None) -> tuple[Tokens | None, Tokens | None]:
-    """The tokens of a layer's queries and keys; (None, None) if rows and columns share one unnamed text."""
-    queries, keys = len(view.part.indices("queries")), len(view.part.indices("keys"))
-    if texts is None:
-        return None, None
-    if isinstance(texts, tuple) and len(texts) == 2 and not isinstance(texts[0], str):
-        rows, columns = (_as_tokens(text) for text in texts)
-    else:
-        rows = columns = _as_tokens(texts)
-    if rows is columns and len(columns) == keys > queries:
-        # with a cache, the queries are the last keys
-        begin = keys - queries
-        rows = Tokens.from_pieces(rows.pieces[begin:], rows.word_of[begin:], rows.words)
-    for text, number, axis in ((rows, queries, "queries"), (columns, keys, "keys")):
-        if len(text) != number:
-            raise ValueError(f"texts of {name!r} must have {number} pieces, one per {_SINGULAR[axis]}, got {len(text)}")
-        if len(text.word_of) != number:
-            raise ValueError(f"texts must have a word_of of {number} entries, one per piece, got {len(text.word_of)}")
-    return rows, columns
-
-
-_SINGULAR = {"queries": "query", "keys": "key"}
-
-
-def _as_tokens(text: Any) -> Tokens:
-    if isinstance(text, Tokens):
-        return text
-    if isinstance(text, (list, tuple)) and all(isinstance(word, str) for word in text):
-        return Tokens.from_pieces(text)
-    raise ValueError(
-        "texts must be Tokens, as a tokenizer returns them, a list of words, a pair of these for cross-attention, or a mapping from "
-        f"layers to them, got {type(text).__name__}"
+def _text_of_patches_error(name: str) -> ValueError:
+    return ValueError(
+        f"texts must leave out {name!r}, which is drawn on the image: its patches are named by row and column; pass a mapping with the "
+        "other layers, or the words of the queries of a cross-attention"
     )

@@ -52,6 +52,9 @@ function findSamePatch(layer, source = selectedLayer().image ? { layer: selected
   return position ? queryAt(layer, (position[0] + 0.5) / down, (position[1] + 0.5) / across) : Math.min(source.node, layer.queries - 1);
 }
 
+// Whether queries are patches, not only words or a token that attend to patches.
+const hasQueryPatches = (layer) => layer.queries > layer.image.special[0];
+
 // The query at a location of the image, in fractions of its height and width.
 function queryAt(layer, down, right) {
   const [height, width] = layer.image.outputs, indexOf = (fraction, axis, n) => Math.max(0, Math.min(n - 1, Math.floor(Math.floor(fraction * layer.image.sizes[axis]) / layer.image.stride[axis])));
@@ -180,7 +183,7 @@ function updateImageCaption(layer, row) {
   let specialWeight = 0;
   for (let j = 0; j < special; j++) specialWeight += row[j];
   $("caption").replaceChildren(htmlElement("b", {}, selectedHeadName()), " ", buildItemName(layer, "rows", state.node), gives ? " gives " : " gets ", ...(list.length ? list : ["nothing"]), ".",
-    htmlElement("span", { class: "hint" }, layer.image.block > 1 ? " The weight of a block is the sum over the patches of the key block, the mean over the patches of the query block." : "", state.lock ? " Locked; Escape releases it." : ` Hover over a ${itemNoun(layer, "rows")}; click to lock it.`));
+    htmlElement("span", { class: "hint" }, layer.image.block > 1 ? " The weight of a block is the sum over the patches of the key block, the mean over the patches of the query block." : "", !hasQueryPatches(layer) ? " Hover over the image to read single weights." : state.lock ? " Locked; Escape releases it." : ` Hover over a ${itemNoun(layer, "rows")}; click to lock it.`));
   $("readout").replaceChildren(...(key == null
     ? [special && !out ? `On special tokens, which are not in the image: ${formatPercent(specialWeight)}.` : ""]
     : [buildItemName(layer, "rows", state.node), out ? " ← " : " → ", buildItemName(layer, "columns", key), ": ", htmlElement("b", {}, formatWeight(row[key]))]));
@@ -220,14 +223,14 @@ function bindImageEvents(box) {
   box.addEventListener("pointermove", (event) => {
     const layer = selectedLayer();
     if (!layer.image) return;
-    if (state.lock) { const col = keyAt(layer, ...relativePosition(event)); if (state.hover?.col !== col) setState({ hover: { row: state.node, col } }); }
+    if (state.lock || !hasQueryPatches(layer)) { const col = keyAt(layer, ...relativePosition(event)); if (state.hover?.col !== col) setState({ hover: { row: state.node, col } }); }
     else setState({ node: queryAt(layer, ...relativePosition(event)) });
   });
   box.addEventListener("pointerleave", () => setState({ hover: null }));
   box.addEventListener("click", (event) => {
     const layer = selectedLayer();
     if (!layer.image) return;
-    const node = queryAt(layer, ...relativePosition(event));
+    const node = hasQueryPatches(layer) ? queryAt(layer, ...relativePosition(event)) : state.node;
     setState({ node, hover: null, lock: state.lock?.row === node ? null : { row: node, col: null } });
   });
 }
