@@ -265,7 +265,9 @@ def _as_param_groups(params: Any) -> list[Any]:
         raise ValueError("params must be a model, or a list of tensors or of groups, got a tensor; pass [w]")
     if isinstance(params, str) or not isinstance(params, (nn.Module, Iterable)):
         raise WrongType(f"params must be a model, or a list of tensors or of groups, got {describe_type(params)}")
-    items = list(groups(params) if isinstance(params, nn.Module) else params)
+    if isinstance(params, nn.Module):
+        params = [{"manifold": Euclidean(), **group} for group in groups(params)]
+    items = list(params)
     for index, item in enumerate(items):
         if not isinstance(item, (Tensor, dict, tuple)):
             raise WrongType(f"params[{index}] must be a tensor, (name, tensor) or a group, got {describe_type(item)}")

@@ -16,14 +16,23 @@ def groups(model: nn.Module) -> list[dict[str, Any]]:
     """The trainable parameters of a model with their names, one group per manifold.
 
     A module declares the manifolds of its parameters by an attribute `manifolds`, a dict from parameter names to manifolds. All
-    other parameters are in the group of `Euclidean()`. Options can be set per group: `group["lr"] = 1e-4`.
+    other parameters are in the first group, which has no `"manifold"`: torch's optimizers save every option of a group, and
+    `torch.load(weights_only=True)` reads no manifolds. Options can be set per group: `group["lr"] = 1e-4`.
     """
     declared = _collect_declared_manifolds(model)
     found: dict[Manifold, list[tuple[str, nn.Parameter]]] = {Euclidean(): []}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             found.setdefault(declared.get(parameter, Euclidean()), []).append((name, parameter))
-    return [{"params": params, "manifold": manifold} for manifold, params in found.items() if params]
+    free = found.pop(Euclidean())
+    constrained = [{"params": params, "manifold": manifold} for manifold, params in found.items()]
+    return [{"params": free}, *constrained] if free else constrained
+
+
+def split(model: nn.Module) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """`groups(model)` in two lists for two optimizers: those on manifolds, and the free one, which any optimizer may train."""
+    found = groups(model)
+    return [group for group in found if "manifold" in group], [group for group in found if "manifold" not in group]
 
 
 def check(model: nn.Module) -> tuple[bool, str | None]:
