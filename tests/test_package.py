@@ -21,7 +21,7 @@ def test_public_names():
         "capture", "explain", "from_conv", "optim", "report", "self_dominance", "to_conv",
     ]  # fmt: skip
     assert all(hasattr(polyhead, name) for name in polyhead.__all__)
-    assert sorted(polyhead.optim.__all__) == ["Adam", "AdamW", "SGD", "check", "groups", "project"]
+    assert sorted(polyhead.optim.__all__) == ["Adam", "AdamW", "SGD", "check", "groups", "project", "split"]
 
 
 def test_the_version_is_in_the_changelog():

@@ -63,6 +63,12 @@ def test_turc_counts_the_masked_lm_head() -> None:
         assert rounds_to_published(sum(p.numel() for p in model.parameters()), bert.PUBLISHED_PARAMETERS[name])
 
 
+def test_head_sizes_are_those_of_the_layers() -> None:
+    for size in count_model_sizes():
+        # in all published sizes d_k = d_v = d_model / heads
+        assert size.d_k == size.d_v == size.d_model // size.heads, size.name
+
+
 def test_flops_and_cache() -> None:
     small, xl, llama, mistral, base = (
         next(count_model_sizes([name])) for name in ("gpt2-small", "gpt2-xl", "llama3-8b", "mistral", "bert-base")
@@ -113,11 +119,12 @@ def test_table(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPat
     rows = {line.split()[0]: line.split() for line in shown.splitlines()[1:] if line[:1].islower()}
     assert rows.keys() == COUNTS.keys()
     assert rows["gpt2-small"] == [
-        "gpt2-small", "12", "12", "768", "124,439,808", "124M", "124M", "yes", "247M", "37.7M", "1,024", "36.9kB"
+        "gpt2-small", "12", "768", "12", "64", "64", "124,439,808", "124M", "124M", "yes", "247M", "37.7M", "1,024", "36.9kB"
     ]  # fmt: skip
-    assert rows["llama3-70b"][2] == "64/8"
+    assert rows["llama3-70b"][2:6] == ["8,192", "64/8", "128", "128"]
     assert rows["bert-base"][-1] == "–"
-    assert rows["bert-minilm-l6"][6:8] == ["–", "–"]
+    assert rows["bert-minilm-l6"][4:6] == ["32", "32"] and rows["bert-minilm-l6"][8:10] == ["–", "–"]
+    assert shown.split()[:6] == ["name", "layers", "d_model", "heads", "d_k", "d_v"]
     assert "\x1b" not in shown
     assert "2 x the parameters of all linear layers" in shown and "float16 or bfloat16" in shown
 
@@ -141,6 +148,7 @@ def test_narrow_terminals_drop_columns_and_truncate_nothing(
     assert columns < 40 or max(map(len, (head, *rows))) <= columns
     assert ("Hidden, as the terminal is too narrow:" in " ".join(shown.split())) == (columns < 140)
     assert ("cache per token" in head) == (columns >= 80) and ("equal" in head) == (columns >= 120)
+    assert ("d_k  d_v" in head) == (columns >= 120)
 
 
 def test_names_are_case_insensitive() -> None:
@@ -174,6 +182,7 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
     main(["sizes", "gpt2-xl", "70b", "--json", "--context", "512"])
     (xl, *others) = json.loads(capsys.readouterr().out)
     assert (xl["name"], xl["parameters"], xl["published"], xl["equal"], xl["keys"]) == ("gpt2-xl", COUNTS["gpt2-xl"], "1558M", True, 512)  # fmt: skip
+    assert [xl[name] for name in ("layers", "d_model", "heads", "kv_heads", "d_k", "d_v")] == [48, 1600, 25, 25, 64, 64]
     assert [size["name"] for size in others] == ["llama2-70b", "llama3-70b"]
 
 

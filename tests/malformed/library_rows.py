@@ -123,6 +123,7 @@ MODELS = [
 ]  # fmt: skip
 
 P = nn.Parameter(torch.eye(3)[:, :2].clone())
+CONSTRAINED = MultiHeadAttention(4, 2, manifold="stiefel")
 
 
 def stepped(gradient, **options):
@@ -154,6 +155,7 @@ OPTIMIZERS = [
             Row(name, "params is a number", lambda name=name: getattr(optim, name)(3), "^params must be", TypeError),
             Row(name, "params of strings", lambda name=name: getattr(optim, name)(["w"]), "^params.* must be a tensor", TypeError),
             Row(name, "manifold is a string", lambda name=name: getattr(optim, name)([P], manifold="stiefel"), "^manifold must be a Manifold .*, got 'stiefel'"),
+            Row(name, "params without their manifolds", lambda name=name: getattr(optim, name)(CONSTRAINED.parameters()), "^params.0. of group 0.*must be in a group with a manifold, since its module declares Stiefel"),
             Row(name, "off the manifold", lambda name=name: getattr(optim, name)([nn.Parameter(torch.ones(3, 2))], manifold=Stiefel()), "^params.0. of group 0.*must be on Stiefel"),
             Row(name, "an unknown option of a group", lambda name=name: getattr(optim, name)([{"params": [P], "weight_decai": 1.0}]), "^weight_decai: unknown option; did you mean 'weight_decay'"),
             Row(name, "an option of torch's", lambda name=name: getattr(optim, name)([{"params": [P], "fused": True}]), "^fused must be left out, got True"),
@@ -171,7 +173,7 @@ OPTIMIZERS = [
     Row("SGD", "a parameter that was moved off", moved_off, "must be on Stiefel"),
     Row("SGD", "a state of another manifold", lambda: optim.SGD([P]).load_state_dict(optim.SGD([P], manifold=Stiefel()).state_dict()), "^state_dict: group 0 must be on Euclidean.*got one saved on Stiefel"),
     Row("SGD", "an empty state", lambda: optim.SGD([P]).load_state_dict({}), "^state_dict must"),
-    *(Row(name, "model is a string", lambda name=name: getattr(optim, name)("model"), "^model must be an nn.Module, got str") for name in ("groups", "check", "project")),
+    *(Row(name, "model is a string", lambda name=name: getattr(optim, name)("model"), "^model must be an nn.Module, got str") for name in ("groups", "split", "check", "project")),
     Row("project", "a parameter that is NaN", lambda: optim.project(nn.ParameterList([torch.full((2,), NAN)])), "^0 must be finite, got NaN or inf"),
 ]  # fmt: skip
 

@@ -97,7 +97,7 @@ def test_default_layer_has_no_manifold():
     plain = MultiHeadAttention(30, 6)
     assert plain.manifolds == {}
     assert "manifold" not in repr(plain)
-    assert optim.groups(plain) == [{"params": list(plain.named_parameters()), "manifold": Euclidean()}]
+    assert optim.groups(plain) == [{"params": list(plain.named_parameters())}]
 
 
 def test_repr_names_the_manifolds():
@@ -118,7 +118,7 @@ def test_layer_on_the_meta_device_is_filled_later():
     with torch.device("meta"):
         mha = layer(kv_heads=3)
     assert all(p.is_meta for p in mha.parameters())
-    assert [group["manifold"] for group in optim.groups(mha)] == [Euclidean(), Stiefel(heads=6), Stiefel(heads=3)]
+    assert [group.get("manifold") for group in optim.groups(mha)] == [None, Stiefel(heads=6), Stiefel(heads=3)]
     mha.to_empty(device="cpu").reset_parameters()
     assert drift(mha) < 1e-6
 
@@ -185,7 +185,7 @@ def test_copies_keep_the_manifolds(duplicate):
 def test_optimizer_groups_of_blocks():
     blocks = nn.Sequential(*(TransformerLayer(layer(), FeedForward(30, 60)) for _ in range(2)))
     found = optim.groups(blocks)
-    assert [group["manifold"] for group in found] == [Euclidean(), Stiefel(heads=6)]
+    assert [group.get("manifold") for group in found] == [None, Stiefel(heads=6)]
     names = [name for name, _ in found[1]["params"]]
     assert names == [f"{block}.self_attn.{letter}_proj.weight" for block in (0, 1) for letter in "qkv"]
     losses = train(blocks, 10, call=lambda model, x: model(x))

@@ -26,23 +26,27 @@ _TABLE_NOTES = (
     "Parameters are counted on the model, which is built without allocating memory; tied weights count once. BERT is counted with "
     "its pooler and without a language-model head; Turc 2019 (tiny to medium) counts that head. “equal”: whether the count, rounded "
     "to the significant digits of the published one (trailing zeros are not significant), is equal to it. Heads: query heads, or "
-    "query heads/key-value heads.",
+    "query heads/key-value heads; d_k, d_v: features of a head's queries and keys, and of its values.",
     "FLOPs per token: 2 x the parameters of all linear layers, including the language-model head of GPT and Llama; embedding lookups "
-    "are not counted. Attention: 2 x 2 x layers x heads x head_dim x keys for a token with this number of keys.",
-    "Cache per token: 2 x layers x kv_heads x head_dim x 2 bytes (float16 or bfloat16). BERT reads the whole text at once and has "
-    "no cache.",
+    "are not counted. Attention: 2 x layers x heads x (d_k + d_v) x keys for a token with this number of keys.",
+    "Cache per token: layers x key-value heads x (d_k + d_v) x 2 bytes (float16 or bfloat16). BERT reads the whole text at once and "
+    "has no cache.",
 )
 
 
 class ModelSize(NamedTuple):
-    """The size of a model. `flops`, `attention_flops` (with `keys` keys) and `cache_bytes` are per token."""
+    """The size of a model, with the names of Vaswani 2017: d_k features of a head's queries and keys, d_v of its values.
+
+    `flops`, `attention_flops` (with `keys` keys) and `cache_bytes` are per token.
+    """
 
     name: str
     layers: int
+    d_model: int
     heads: int
     kv_heads: int
-    head_dim: int
-    d_model: int
+    d_k: int
+    d_v: int
     parameters: int
     published: str | None
     equal: bool | None
@@ -124,13 +128,15 @@ def _measure_model_size(name: str, kind: Any, config: Any, published: str | None
         multiplied += config.vocab * config.d_model
     keys = min(n for n in (context, config.positions, getattr(config, "window", None)) if n is not None)
     parameters = sum(parameter.numel() for parameter in model.parameters())
+    width = attention.head_dim + attention.value_dim
     return ModelSize(
-        name, len(layers), attention.num_heads, attention.kv_heads, attention.head_dim, attention.d_model, parameters, published,
+        name, len(layers), attention.d_model, attention.num_heads, attention.kv_heads, attention.head_dim, attention.value_dim,
+        parameters, published,
         equal=None if published is None else rounds_to_published(parameters, published),
         flops=2 * multiplied,
         keys=keys,
-        attention_flops=2 * 2 * len(layers) * attention.num_heads * attention.head_dim * keys,
-        cache_bytes=2 * len(layers) * attention.kv_heads * attention.head_dim * _BYTES_PER_CACHED_NUMBER if is_causal else None,
+        attention_flops=2 * len(layers) * attention.num_heads * width * keys,
+        cache_bytes=len(layers) * attention.kv_heads * width * _BYTES_PER_CACHED_NUMBER if is_causal else None,
     )  # fmt: skip
 
 
@@ -153,8 +159,8 @@ def format_count(count: int, letters: str = "KMBT") -> str:
 
 # The columns of the table by priority. In a narrow terminal those with the highest numbers are dropped first, those with 0 never.
 _COLUMN_PRIORITY = {
-    "name": 0, "layers": 4, "heads": 3, "d_model": 5, "parameters": 0, "": 8, "published": 6, "equal": 6, "FLOPs per token": 1,
-    "attention": 7, "keys": 7, "cache per token": 2,
+    "name": 0, "layers": 4, "d_model": 5, "heads": 3, "d_k": 6, "d_v": 6, "parameters": 0, "": 9, "published": 7, "equal": 7,
+    "FLOPs per token": 1, "attention": 8, "keys": 8, "cache per token": 2,
 }  # fmt: skip
 _COLUMN_GAP = 2
 
@@ -188,8 +194,10 @@ def _format_table_cells(size: ModelSize) -> dict[str, str]:
     cells = (
         size.name,
         f"{size.layers}",
-        f"{size.heads}" if size.kv_heads == size.heads else f"{size.heads}/{size.kv_heads}",
         f"{size.d_model:,}",
+        f"{size.heads}" if size.kv_heads == size.heads else f"{size.heads}/{size.kv_heads}",
+        f"{size.d_k}",
+        f"{size.d_v}",
         f"{size.parameters:,}",
         format_count(size.parameters),
         size.published or "–",

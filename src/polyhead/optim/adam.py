@@ -10,7 +10,7 @@ from torch import Tensor
 
 from polyhead._checks import check_number, short_repr
 from polyhead.linalg.stiefel import StepRule
-from polyhead.manifold import Euclidean, Manifold
+from polyhead.manifold import Manifold
 from polyhead.optim.base import Optimizer, ParamGroup
 
 
@@ -20,7 +20,7 @@ class Adam(Optimizer):
     On `Euclidean` parameters it is `torch.optim.Adam`.
 
     Args:
-        params: tensors, or groups with their own options; `optim.groups(model)` reads the manifolds from the layers.
+        params: a model, whose layers declare manifolds; `optim.groups(model)`; or tensors, or groups with their own options.
         lr: the learning rate.
         betas: the decay rates of the running means of gradients and of their squares.
         eps: added to the root of the mean square.
@@ -28,7 +28,7 @@ class Adam(Optimizer):
         second_moment: `"elementwise"`: a mean square per number, as in torch. `"scalar"`: one per matrix, the mean of the
             manifold's inner product, so that steps do not depend on the choice of coordinates.
         maximize: whether to maximise the objective.
-        manifold: the manifold of groups that do not set one.
+        manifold: the manifold of groups that do not set one; `Euclidean()` by default.
     """
 
     state_names = ("exp_avg", "exp_avg_sq")
@@ -44,7 +44,7 @@ class Adam(Optimizer):
         *,
         second_moment: Literal["elementwise", "scalar"] = "elementwise",
         maximize: bool = False,
-        manifold: Manifold = Euclidean(),
+        manifold: Manifold | None = None,
     ) -> None:
         super().__init__(
             params,
@@ -124,7 +124,7 @@ class AdamW(Adam):
         *,
         second_moment: Literal["elementwise", "scalar"] = "elementwise",
         maximize: bool = False,
-        manifold: Manifold = Euclidean(),
+        manifold: Manifold | None = None,
     ) -> None:
         super().__init__(
             params, lr, betas, eps, weight_decay, second_moment=second_moment, maximize=maximize, manifold=manifold

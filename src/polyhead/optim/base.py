@@ -16,7 +16,7 @@ from polyhead.linalg import stiefel
 from polyhead.linalg.foreach import all_finite, increment_counters
 from polyhead.manifold import Euclidean, Manifold
 from polyhead.optim.checks import check_option_names, check_saved_state, drop_none_values
-from polyhead.optim.groups import groups
+from polyhead.optim.groups import find_declared_manifolds, groups
 
 ParamGroup = dict[str, Any]
 # On a CPU, parameters of one shape are stacked up to this many numbers, so that intermediate tensors stay in its caches.
@@ -36,6 +36,9 @@ class Optimizer(torch.optim.Optimizer, abc.ABC):
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
         # the version of each parameter when it was last found to be on its manifold
         self._checked: dict[Tensor, tuple[int, Manifold]] = {}
+        self._sets_manifold = defaults["manifold"] is not None
+        if not self._sets_manifold:
+            defaults["manifold"] = Euclidean()
         super().__init__(_as_param_groups(params), defaults)
 
     @abc.abstractmethod
@@ -55,11 +58,14 @@ class Optimizer(torch.optim.Optimizer, abc.ABC):
         return self.state_names
 
     def add_param_group(self, param_group: ParamGroup) -> None:
-        """Add a group; its parameters must be on its manifold."""
+        """Add a group; its parameters must be on its manifold, and a group that sets none must not have any that need one."""
+        sets_manifold = self._sets_manifold or "manifold" in param_group
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
             self._check_foreign_manifolds(group)
+            if not sets_manifold:
+                self._check_declared_manifolds(group)
             check_option_names(group, self.defaults)
             self.check_options(group)
             self._check_on_manifold(group, group["params"])
@@ -180,6 +186,18 @@ class Optimizer(torch.optim.Optimizer, abc.ABC):
                     '{"params": [p], "manifold": Stiefel()}'
                 )
 
+    def _check_declared_manifolds(self, group: ParamGroup) -> None:
+        """Raise for parameters in a group without a manifold whose module declares one."""
+        declared = find_declared_manifolds(group["params"])
+        p = next((p for p in group["params"] if declared.get(p, Euclidean()) != Euclidean()), None)
+        if p is not None:
+            name = type(self).__name__
+            raise ValueError(
+                f"{self._param_name(p)} must be in a group with a manifold, since its module declares {declared[p]!r}, got a group "
+                f"without one; pass the model, optim.{name}(model), or optim.{name}(optim.groups(model)). To train it without "
+                'constraint, pass {"params": [...], "manifold": Euclidean()}'
+            )
+
     def _check_on_manifold(self, group: ParamGroup, params: Iterable[Tensor]) -> None:
         """Raise for a parameter that is not on its manifold; those unchanged since the last check are skipped."""
         manifold: Manifold = group["manifold"]
@@ -238,6 +256,7 @@ class Optimizer(torch.optim.Optimizer, abc.ABC):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._checked = {}
+        self._sets_manifold = self.defaults["manifold"] != Euclidean()
 
 
 def _as_param_groups(params: Any) -> list[Any]:
@@ -246,7 +265,9 @@ def _as_param_groups(params: Any) -> list[Any]:
         raise ValueError("params must be a model, or a list of tensors or of groups, got a tensor; pass [w]")
     if isinstance(params, str) or not isinstance(params, (nn.Module, Iterable)):
         raise WrongType(f"params must be a model, or a list of tensors or of groups, got {describe_type(params)}")
-    items = list(groups(params) if isinstance(params, nn.Module) else params)
+    if isinstance(params, nn.Module):
+        params = [{"manifold": Euclidean(), **group} for group in groups(params)]
+    items = list(params)
     for index, item in enumerate(items):
         if not isinstance(item, (Tensor, dict, tuple)):
             raise WrongType(f"params[{index}] must be a tensor, (name, tensor) or a group, got {describe_type(item)}")

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from polyhead._checks import check_number
 from polyhead.linalg.stiefel import StepRule
-from polyhead.manifold import Euclidean, Manifold
+from polyhead.manifold import Manifold
 from polyhead.optim.base import Optimizer, ParamGroup
 
 
@@ -18,14 +18,14 @@ class SGD(Optimizer):
     """Gradient descent whose momentum is a tangent vector, transported at each step. On `Euclidean` it is `torch.optim.SGD`.
 
     Args:
-        params: tensors, or groups with their own options; `optim.groups(model)` reads the manifolds from the layers.
+        params: a model, whose layers declare manifolds; `optim.groups(model)`; or tensors, or groups with their own options.
         lr: the learning rate.
         momentum: the momentum factor.
         weight_decay: the factor of the parameter that is added to its gradient. It has no effect on manifolds of constant norm.
         dampening: the share of the gradient that is left out of the momentum.
         nesterov: whether to use Nesterov momentum.
         maximize: whether to maximise the objective.
-        manifold: the manifold of groups that do not set one.
+        manifold: the manifold of groups that do not set one; `Euclidean()` by default.
     """
 
     state_names = ("momentum_buffer",)
@@ -40,7 +40,7 @@ class SGD(Optimizer):
         nesterov: bool = False,
         *,
         maximize: bool = False,
-        manifold: Manifold = Euclidean(),
+        manifold: Manifold | None = None,
     ) -> None:
         super().__init__(
             params,
