@@ -108,7 +108,8 @@ def test_data_hunger_resumes_after_being_killed(images, tmp_path):
     more = ("--arms", "convolution", "--rates", "0.01", "--seeds")
     killed, whole = tmp_path / "killed", tmp_path / "whole"
     results = killed / "results.jsonl"
-    kill_when("data_hunger.py", hunger(images, killed, *more, "100000"), results.exists, 60)
+    has_result = lambda: results.exists() and len(complete_lines(results)) > 0
+    kill_when("data_hunger.py", hunger(images, killed, *more, "100000"), has_result, 60)
     before = complete_lines(results)
     assert data_hunger.main(hunger(images, killed, *more, "2", "--report")) == 0
     seeds = len(before) // 2 + 1

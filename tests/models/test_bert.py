@@ -250,4 +250,13 @@ def test_invalid_sizes_are_refused() -> None:
 
 
 def test_public_names() -> None:
-    assert sorted(models.__all__) == ["Bert", "Gpt", "Llama", "Pretrained", "Tokenizer", "Tokens", "default", "load"]
+    assert sorted(models.__all__) == [
+        "Bert",
+        "Gpt",
+        "Llama",
+        "Pretrained",
+        "Tokenizer",
+        "Tokens",
+        "load",
+        "load_default",
+    ]

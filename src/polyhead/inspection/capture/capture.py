@@ -56,7 +56,9 @@ def capture(
         stack.callback(recorder.close)
         for name, module in model.named_modules():
             # before all other hooks, since one of them may raise
-            stack.callback(module.register_forward_pre_hook(recorder.enter_hook(name), prepend=True).remove)
+            stack.callback(
+                module.register_forward_pre_hook(recorder.enter_hook(name), prepend=True, with_kwargs=True).remove
+            )
             stack.callback(module.register_forward_hook(recorder.leave_hook(name), always_call=True).remove)
         stack.enter_context(recorder)
         yield seen

@@ -25,7 +25,7 @@ from polyhead.inspection.capture.unrecorded import UnrecordedAttention
 from polyhead.kernels.call import Call, repeat_grouped_heads
 from polyhead.kernels.edges_torch import sum_over_edges
 from polyhead.neighbourhood import Graph
-from polyhead.nn import MultiHeadAttention
+from polyhead.nn import KeyValueCache, MultiHeadAttention
 
 if TYPE_CHECKING:
     from polyhead.inspection.capture.capture import Capture
@@ -67,14 +67,15 @@ class Recorder(TorchFunctionMode):
     # which module calls
 
     def enter_hook(self, name: str) -> Callable[..., None]:
-        def enter(module: nn.Module, arguments: Any) -> None:
+        def enter(module: nn.Module, arguments: Any, named: dict[str, Any]) -> None:
             if not self._is_recording():
                 return
             if self.seen._edits and torch._C._current_graph_task_id() != -1:
                 raise RuntimeError(
                     "edit does not support gradient checkpointing, which recomputes this module without the edit; switch it off"
                 )
-            if not self._modules and name in ("", self._first_outermost):
+            is_called_again = not self._modules and name in ("", self._first_outermost)
+            if is_called_again and not _continues_cache((*arguments, *named.values())):
                 self._start_forward()
             self._modules.append(name)
 
@@ -131,8 +132,10 @@ class Recorder(TorchFunctionMode):
         if results := collect_tensors((result,)):
             tensors = collect_tensors((*args, *kwargs.values()))
             dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
-            if self._inside is None and self._unrecorded.process_call(func, tensors, dim, results[0]):
-                self._count_unrecorded(self._caller())
+            is_attention = self._inside is None and self._unrecorded.process_call(func, tensors, dim, results[0])
+            # other models may run in the context
+            if is_attention and self._modules:
+                self._count_unrecorded(self._modules[-1] or self._root)
             self._items.process_call(func, tensors, results)
         return result
 
@@ -272,6 +275,11 @@ class Recorder(TorchFunctionMode):
                 raise ValueError(f"change must return {of} of shape {tuple(shape)}, got {given} for {name}")
             out = changed.to(out.dtype) if of == "outputs" else _outputs_from_weights(call, changed, out)
         return out
+
+
+def _continues_cache(arguments: Sequence[Any]) -> bool:
+    """Whether a call appends to a cache of Polyhead that has tokens already: a step of the forward that filled it."""
+    return any(isinstance(x, KeyValueCache) and x.length > 0 for x in arguments)
 
 
 @functools.cache
