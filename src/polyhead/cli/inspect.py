@@ -218,7 +218,7 @@ def _print_findings(
         console.print(_build_role_table(found))
     measured = next((card.measured_on for card in found.cards if card.measured_on not in ("", "this text")), None)
     if measured is not None:
-        console.print(f"Scores and baselines were measured on {measured}; the last column is for this text.")
+        console.print(f"Scores and baselines were measured on {measured}; the last column is for this text: in a → b, a attends to b.")
     number = len({(card.layer, card.head) for card in found.measured})
     console.print(f"{len(found.heads_without_role)} of {number} heads have {NO_ROLE}.")
     for line in (*([] if rest is None else [str(rest)]), *notes):

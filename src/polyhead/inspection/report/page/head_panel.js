@@ -30,7 +30,7 @@ function buildRoleCard(card) {
       htmlElement("span", { class: "base", style: `left:${toCssPercent(card.baseline)}`, title: "baseline" }),
       htmlElement("span", { class: "dot", style: `left:${toCssPercent(card.score)}`, title: "score" })),
     htmlElement("dl", {}, facts.flatMap(([value, name]) => [htmlElement("dt", {}, value), htmlElement("dd", {}, name)])),
-    card.pair ? htmlElement("p", { class: "pair" }, "In this text: ", tokenElement(card.pair[0]), " → ", tokenElement(card.pair[1]), ` ${formatNumber(card.pair[2])}`) : null);
+    card.pair ? htmlElement("p", { class: "pair" }, "In this text: ", tokenElement(card.pair[0]), " attends to ", tokenElement(card.pair[1]), ` ${formatNumber(card.pair[2])}`) : null);
 }
 
 const formatSignedNumber = (x) => (Math.abs(x) < 5e-4 ? "0" : `${x > 0 ? "+" : "−"}${Math.abs(x).toFixed(Math.abs(x) < 0.1 ? 3 : 2)}`);

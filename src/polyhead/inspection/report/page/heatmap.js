@@ -203,7 +203,7 @@ function updateCellReadout(current) {
   }
   const w = weightOfPair(current, cell.row, cell.col), showIndices = current.rows.length > 24;
   const describeItem = (item, i) => [tokenElement(item.label), showIndices ? htmlElement("small", {}, ` ${i.toLocaleString("en")}`) : ""];
-  box.replaceChildren(...describeItem(current.rows[cell.row], cell.row), " → ", ...describeItem(current.cols[cell.col], cell.col), ": ",
+  box.replaceChildren(...describeItem(current.rows[cell.row], cell.row), " attends to ", ...describeItem(current.cols[cell.col], cell.col), ": ",
     htmlElement("b", {}, w === null ? `averaged ${formatNumber(averagedWeight(current, cell.row, cell.col), 3)}` : formatWeight(w)));
 }
 

@@ -174,16 +174,16 @@ function drawImageOverlay() {
 }
 
 function updateImageCaption(layer, row) {
-  const out = showsIncoming(layer), gives = out === (state.measure === "share"), key = state.hover?.col, best = largestEntries(row, 3, 0.001);
-  const list = best.flatMap(([j, w], n) => [n ? ", " : "", `${formatNumber(w)} ${gives ? "to" : "from"} `, buildItemName(layer, out ? "rows" : "columns", j)]);
+  const out = showsIncoming(layer), verb = state.measure === "weight" ? (out ? " is attended to by " : " attends to ") : out ? " gives to " : " gets from ", key = state.hover?.col, best = largestEntries(row, 3, 0.001);
+  const list = best.flatMap(([j, w], n) => [n ? ", " : "", buildItemName(layer, out ? "rows" : "columns", j), ` ${formatNumber(w)}`]);
   const special = out ? layer.image.special[0] : layer.image.special[1];
   let specialWeight = 0;
   for (let j = 0; j < special; j++) specialWeight += row[j];
-  $("caption").replaceChildren(htmlElement("b", {}, selectedHeadName()), " ", buildItemName(layer, "rows", state.node), gives ? " gives " : " gets ", ...(list.length ? list : ["nothing"]), ".",
+  $("caption").replaceChildren(htmlElement("b", {}, selectedHeadName()), " ", buildItemName(layer, "rows", state.node), verb, ...(list.length ? list : ["nothing"]), ".",
     htmlElement("span", { class: "hint" }, layer.image.block > 1 ? " The weight of a block is the sum over the patches of the key block, the mean over the patches of the query block." : "", state.lock ? " Locked; Escape releases it." : ` Hover over a ${itemNoun(layer, "rows")}; click to lock it.`));
   $("readout").replaceChildren(...(key == null
     ? [special && !out ? `On special tokens, which are not in the image: ${formatPercent(specialWeight)}.` : ""]
-    : [buildItemName(layer, "rows", state.node), out ? " ← " : " → ", buildItemName(layer, "columns", key), ": ", htmlElement("b", {}, formatWeight(row[key]))]));
+    : [buildItemName(layer, "rows", state.node), verb, buildItemName(layer, "columns", key), ": ", htmlElement("b", {}, formatWeight(row[key]))]));
 }
 
 // Build the image, the special tokens and the direction buttons, in place of the text.

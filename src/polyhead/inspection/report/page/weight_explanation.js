@@ -16,10 +16,10 @@ function drawWeightExplanation(box) {
   if (!rows[cell.row] || !cols[cell.col]) { queueMicrotask(() => setState({ cell: null })); return; }
   const shownValue = weightOfPair(current, cell.row, cell.col), pair = strongestPiecePair(current, cell);
   const back = htmlElement("button", { class: "back", title: "Back to the head (Escape)", on: { click: () => setState({ cell: null }) } }, "‹ Back");
-  const parts = [back, htmlElement("h2", { class: "how" }, "How ", tokenElement(rows[cell.row].label), " → ", tokenElement(cols[cell.col].label), " is computed")];
+  const parts = [back, htmlElement("h2", { class: "how" }, "How much ", tokenElement(rows[cell.row].label), " attends to ", tokenElement(cols[cell.col].label))];
   if (rows[cell.row].pieces.length * cols[cell.col].pieces.length > 1) {
     const pieceLabel = (side, i) => listItems(layer, side, "piece", false)[i].label;
-    parts.push(htmlElement("p", { class: "hint" }, "Words with several pieces: this is the pair ", tokenElement(pieceLabel("rows", pair.i)), " → ", tokenElement(pieceLabel("columns", pair.j)),
+    parts.push(htmlElement("p", { class: "hint" }, "Words with several pieces: this is the pair ", tokenElement(pieceLabel("rows", pair.i)), ", which attends to ", tokenElement(pieceLabel("columns", pair.j)),
       `. Between the words it is ${formatNumber(shownValue, 3)}: the sum over the pieces of the key, the mean over the pieces of the query.`));
   }
   parts.push(...(layer.detailLevel(head) === "averaged"
