@@ -4,7 +4,7 @@ function drawHeadPanel() {
   const box = $("head-panel");
   if (state.cell && selectedLayer().display === "matrix") { drawWeightExplanation(box); return; }
   const layer = selectedLayer(), head = state.head, cards = cardsOfHead(layer, head);
-  const parts = [htmlElement("div", { class: "head" }, htmlElement("h2", {}, htmlElement("span", { class: "name" }, selectedHeadName()), ` head ${layer.heads[head]} of layer ${layer.number}`))];
+  const parts = [htmlElement("div", { class: "head" }, htmlElement("h2", {}, htmlElement("span", { class: "name" }, selectedHeadName()), ` head ${layer.heads[head]} of ${nameLayer(layer)}`))];
   parts.push(htmlElement("p", { class: "hint where" }, [layer.name, layer.kind === "graph" ? null : layer.attention, layer.over === "Dense()" || layer.kind === "graph" ? null : layer.over, layer.score === "Dot" ? null : `${layer.score} score`].filter(Boolean).join(" · ")));
   if (cards.length) parts.push(...cards.map(buildRoleCard));
   else if (record.cards.length || !layer.image) parts.push(htmlElement("p", { class: "norole" }, htmlElement("b", {}, "No role: "), record.cards.length ? "nothing stands out in this head." : "roles were not measured."));
@@ -12,6 +12,12 @@ function drawHeadPanel() {
   parts.push(...buildStatistics(layer, head));
   if (layer.image && layer.queries > layer.image.special[0]) parts.push(...buildOffsetMap(layer, head));
   box.replaceChildren(...parts);
+}
+
+// A layer in a sentence, by the number that the model gives it: "decoder layer 3", or "layer 9" if it gives none.
+function nameLayer(layer) {
+  const { stack, number } = describeLayer(layer);
+  return number === null || number === layer.number ? `layer ${layer.number}` : `${stack ? `${stack} ` : ""}layer ${number}`;
 }
 
 function buildRoleCard(card) {

@@ -103,10 +103,10 @@ function fitImage(width, height = width) {
 }
 
 // Draw the tile of a head in the mosaic.
-function drawImageTile(ctx, layer, head, size) {
+function drawImageTile(ctx, layer, head, tileWidth, tileHeight) {
   // clip: the frame of a border patch would reach into the next tile
-  ctx.beginPath(); ctx.rect(0, 0, size, size); ctx.clip();
-  const [width, height] = fitImage(size), x = (size - width) / 2, y = (size - height) / 2, node = findSamePatch(layer);
+  ctx.beginPath(); ctx.rect(0, 0, tileWidth, tileHeight); ctx.clip();
+  const [width, height] = fitImage(tileWidth, tileHeight), x = (tileWidth - width) / 2, y = (tileHeight - height) / 2, size = Math.max(width, height), node = findSamePatch(layer);
   paintOverlay(ctx, layer, overlayWeights(layer, head, node), x, y, width, height);
   const position = gridPosition(layer, node);
   if (!position || size < 18) return;
@@ -208,7 +208,8 @@ function buildImageViewer(stage) {
 function drawInputImage() {
   const layer = selectedLayer(), box = document.querySelector(".photo");
   if (!layer.image || !box) return;
-  const [width, height] = fitImage(Math.min(280, innerWidth * 0.36), innerHeight < 700 ? 120 : 156);
+  const widest = isWideLayer(layer) ? innerWidth * 0.56 : Math.min(280, innerWidth * 0.36);
+  const [width, height] = fitImage(widest, innerHeight < 700 ? 120 : 156);
   const ctx = resizeAndClearCanvas(box, width, height);
   ctx.drawImage(photo.image, 0, 0, width, height);
   framePatch(ctx, layer, state.node, width, height);

@@ -21,11 +21,14 @@ async function startPage() {
   const graph = layers.find((layer) => layer.kind === "graph");
   if (graph) { await graph.loadMosaicArrays(); state.node = pickInitialNode(graph); }
   document.body.classList.toggle("imaged", Boolean(record.image));
+  document.body.classList.toggle("wide", layers.some(isWideLayer));
   if (record.image) { await loadInputImage(); selectInitialPatch(); }
   await selectedLayer().loadHeadArrays(state.head);
-  buildMosaic();
   buildRoleFilters();
   buildExportMenu();
+  // the mosaic's room depends on the height of the input above it
+  buildInputView();
+  buildMosaic();
   drawAllViews();
   bindTextEvents();
   $("hide").onclick = () => changeLevelOrHiding({ hide: !state.hide });
@@ -38,7 +41,7 @@ async function startPage() {
     if (innerWidth === width) return;
     width = innerWidth;
     clearTimeout(startPage.resizeTimer);
-    startPage.resizeTimer = setTimeout(() => { tiles.length = 0; $("grid").replaceChildren(); buildMosaic(); drawAllViews(); paintMosaic(); }, 120);
+    startPage.resizeTimer = setTimeout(() => { tiles.length = 0; $("grid").replaceChildren(); buildInputView(); buildMosaic(); drawAllViews(); paintMosaic(); }, 120);
   });
   document.documentElement.dataset.ready = Math.round(performance.now());
   await paintMosaic();

@@ -160,4 +160,7 @@ class Layer {
 }
 
 const layers = record.layers.map((layer) => new Layer(layer));
+
+// Whether a map has many more columns than rows, as in speech recognition: it needs the width of the page.
+const isWideLayer = (layer) => (layer.image ? record.image.width >= 2 * record.image.height : layer.display === "matrix" && layer.keys > 48 && layer.keys >= 3 * layer.queries);
 const cardsOfHead = (layer, head) => record.cards.filter((card) => card.layer === layer.number && card.head === layer.heads[head]);
