@@ -131,10 +131,12 @@ def _inspect_text(arguments: argparse.Namespace, stderr: Console, console: Conso
     effect_note = "The effect of removing a head is 1 − cos between the text's embeddings with and without it."
     first = headline.pick_headline_card(found)
     sentence, rest = headline.card_to_sentence(first), headline.count_special_token_heads(measured, tokens)
+    # the caption names the first role of a head: that of the headline comes first
+    cards = sorted(found.cards, key=lambda card: card is not first)
     with stderr.status("Writing the page …"):
         report(
             measured, arguments.out, texts=tokens, title=_truncate_title(raw_text), finding=sentence,
-            initial_head=None if first is None else (first.layer, first.head), cards=found.cards,
+            initial_head=None if first is None else (first.layer, first.head), cards=cards,
             notes=[*notes, effect_note, *([] if rest is None else [str(rest)])], roles={role.name: role.meaning for role in ROLES},
         )  # fmt: skip
     _print_findings(console, arguments, measured, tokens, found, sentence, rest, notes)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from polyhead._checks import check_integer
@@ -88,8 +88,12 @@ class PageLayer(NamedTuple):
         """Whether a weight is exp(scale · q·k − lse) inside an interval of keys, and nothing else."""
         call = self.view.part.call
         extra = call.relative_bias is not None or call.bias is not None or call.sink is not None
-        whole = not self.is_graph and not self.view.part.is_selection
-        return whole and self.interval and type(call.score) is Dot and not extra
+        return self.has_key_intervals and type(call.score) is Dot and not extra
+
+    @property
+    def has_key_intervals(self) -> bool:
+        """Whether the keys that a query may attend to are an interval, the same in all heads."""
+        return self.interval and not self.is_graph and not self.view.part.is_selection
 
     def contribution_norms(self) -> Float[Tensor, "heads keys"]:
         """The contribution of a weight of 1 on each key: |W_O v|, or |v| if W_O is unknown."""
@@ -195,7 +199,10 @@ def _text_layer_to_json(layer: PageLayer, blobs: ArrayBlobs) -> JsonObject:
     """
     metrics = layer.metrics()
     special = (False,) * layer.query_and_key_counts[0] if layer.rows is None else layer.rows.special
-    record = _common_layer_fields(layer, metrics.mean_over_words(~torch.tensor(special)))
+    words = ~torch.tensor(special)
+    # a query with one key, such as the first of a causal model, says nothing about its head
+    informative = words & _has_several_keys(layer)
+    record = _common_layer_fields(layer, metrics.mean_over_words(informative if bool(informative.any()) else words))
     arrays = record["arrays"]
     arrays["contribution_norms"] = blobs.add(layer.contribution_norms(), "f4")
     if layer.has_all_weights:
@@ -249,7 +256,7 @@ def _add_qk_or_top_keys(
             left -= _count_bytes(kept)
         record["exact"][str(head)] = {name: blobs.add(*array) for name, array in (kept or {}).items()}
     for layer, record in zip(layers, records, strict=True):
-        if layer.is_plain_dot_product and layer.image is None:
+        if layer.has_key_intervals and layer.image is None:
             record["arrays"]["reach"] = blobs.add(_key_interval_per_query(layer), "i4")
 
 
@@ -295,6 +302,14 @@ def _key_interval_per_query(layer: PageLayer) -> Array:
     queries, keys = layer.query_and_key_counts
     interval = layer.view.part.call.over.interval(queries, keys, torch.device("cpu"))
     return torch.stack([bound.reshape(-1, queries)[0].clamp(0, keys) for bound in interval]).numpy()
+
+
+def _has_several_keys(layer: PageLayer) -> Bool[Tensor, " queries"]:
+    """Whether each query may attend to more than one key; True if this is not known."""
+    if not layer.has_key_intervals:
+        return torch.ones(layer.query_and_key_counts[0], dtype=torch.bool)
+    first, stop = torch.from_numpy(_key_interval_per_query(layer))
+    return stop - first > 1
 
 
 def _graph_layer_to_json(layer: PageLayer, blobs: ArrayBlobs) -> JsonObject:

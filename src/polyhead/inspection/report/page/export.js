@@ -23,7 +23,7 @@ function downloadSvg(name, drawing, width, height) {
 // A matrix as rectangles, or as one image if there are more than 4,096.
 function matrixToSvg(data, height, width, x, y, cw, ch) {
   if (height * width <= 4096) {
-    return Array.from({ length: height * width }, (_, n) => svgElement("rect", { x: x + (n % width) * cw, y: y + Math.floor(n / width) * ch, width: cw, height: ch, fill: weightColour(data[n]) }));
+    return Array.from({ length: height * width }, (_, n) => svgElement("rect", { x: x + (n % width) * cw, y: y + Math.floor(n / width) * ch, width: cw, height: ch, fill: Number.isNaN(data[n]) ? "none" : weightColour(data[n]) }));
   }
   return [svgElement("image", { href: drawMatrix(data, height, width).toDataURL(), x, y, width: cw * width, height: ch * height, preserveAspectRatio: "none", style: "image-rendering:pixelated" })];
 }
@@ -105,7 +105,8 @@ function exportWeightsCsv() {
   downloadFile(`${selectedHeadName()}-${measureInFileName()}${part}.csv`, `${lines.join("\n")}\n`, "text/csv");
 }
 
-const roundForCsv = (w) => Number(w.toPrecision(8));
+// pairs that are not allowed have no weight
+const roundForCsv = (w) => (Number.isNaN(w) ? 0 : Number(w.toPrecision(8)));
 
 function exportEdgesCsv() {
   const layer = selectedLayer(), all = layer.loaded.edges.length / 2, lines = ["source,destination,weight"];

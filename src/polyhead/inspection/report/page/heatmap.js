@@ -79,7 +79,19 @@ function computeHeatmapCells(current, view) {
     const cellRow = Math.floor((i - r0) / down), queryCount = Math.min(down, r1 - r0 - cellRow * down);
     for (let j = 0; j < weights.length; j++) data[cellRow * width + Math.floor(j / across)] += weights[j] / queryCount;
   }
+  markDisallowed(data, disallowedCells(current, { r0, r1, c0, c1, down, across, height, width }));
   return { data, height, width, r0, c0, down, across, exact: true };
+}
+
+// For each cell 1 if it has no allowed pair; null if all have.
+function disallowedCells(current, { r0, r1, c0, c1, down, across, height, width }) {
+  if (!current.layer.hasMask) return null;
+  const cells = new Uint8Array(height * width).fill(1);
+  for (let i = r0; i < r1; i++) for (let j = c0; j < c1; j++) {
+    const n = Math.floor((i - r0) / down) * width + Math.floor((j - c0) / across);
+    if (cells[n] && isAllowed(current, i, j)) cells[n] = 0;
+  }
+  return cells;
 }
 
 const LABEL_FONT = '12px system-ui, -apple-system, "Segoe UI", sans-serif';
@@ -98,6 +110,7 @@ function paintHeatmap(current) {
   ctx.clip();
   const x = (c) => left + (c - view.c0) * cw, y = (r) => top + (r - view.r0) * ch;
   ctx.imageSmoothingEnabled = cells.across * cw < 0.9;
+  if (current.layer.hasMask) fillHatched(ctx, left, top, width, height);
   cells.canvas ??= drawMatrix(cells.data, cells.height, cells.width);
   ctx.drawImage(cells.canvas, x(cells.c0), y(cells.r0), cells.width * cells.across * cw, cells.height * cells.down * ch);
   const single = cells.exact && cells.down === 1 && cells.across === 1;
@@ -125,7 +138,7 @@ function drawCellNumbers(ctx, cells, x, y, cw, ch) {
   ctx.textBaseline = "middle";
   for (let i = 0; i < cells.height; i++) for (let j = 0; j < cells.width; j++) {
     const w = cells.data[i * cells.width + j];
-    if (w < 0.005) continue;
+    if (!(w >= 0.005)) continue;
     ctx.fillStyle = readableTextColour(w);
     ctx.globalAlpha = w < 0.05 ? 0.72 : 1;
     ctx.fillText(formatWeightShort(w), x(cells.c0 + j + 0.5), y(cells.r0 + i + 0.5) + 0.5);
@@ -193,7 +206,7 @@ function updateHeatmapTitle(current) {
     : detail === "averaged" ? `Averaged only: ${plot.cells.height} × ${plot.cells.width} cells. Hover over a row for its strongest pairs.`
     : plot.cells.exact ? (isFull ? "Exact weights. Scroll or press + to zoom; click a cell to see how it is computed." : "Exact weights. Drag to move, press 0 to show all; click a cell to see how it is computed.")
     : `Averaged over ${Math.round(plot.cells.down)} × ${Math.round(plot.cells.across)} tokens. Scroll or double-click to zoom to exact weights.`;
-  $("map-hint").textContent = text;
+  $("map-hint").textContent = current.layer.hasMask ? `${text} Hatched: cannot be attended to.` : text;
   updateCellReadout(current);
 }
 
@@ -208,7 +221,9 @@ function updateCellReadout(current) {
   }
   const w = weightOfPair(current, cell.row, cell.col), showIndices = current.rows.length > 24;
   const describeItem = (item, i) => [tokenElement(item.label), showIndices ? htmlElement("small", {}, ` ${i.toLocaleString("en")}`) : ""];
-  box.replaceChildren(...describeItem(current.rows[cell.row], cell.row), " attends to ", ...describeItem(current.cols[cell.col], cell.col), ": ",
+  const names = [describeItem(current.rows[cell.row], cell.row), describeItem(current.cols[cell.col], cell.col)];
+  if (!isAllowed(current, cell.row, cell.col)) { box.replaceChildren(...names[0], " cannot attend to ", ...names[1], `: ${describeDisallowed(current, cell.row, cell.col)}.`); return; }
+  box.replaceChildren(...names[0], " attends to ", ...names[1], ": ",
     htmlElement("b", {}, w === null ? `averaged ${formatNumber(averagedWeight(current, cell.row, cell.col), 3)}` : formatWeight(w)));
 }
 

@@ -19,7 +19,7 @@ function changeLevelOrHiding(changes) {
     if (!pair) return null;
     const findItem = (list, side, i) => {
       if (i === null) return null;
-      const after = listItems(layer, side, changes.level ?? state.level, changes.hide ?? state.hide), piece = list[i]?.pieces[0];
+      const after = listItems(layer, side, itemLevel(layer, state.head, changes.level ?? state.level), canMergePieces(layer, state.head) && (changes.hide ?? state.hide)), piece = list[i]?.pieces[0];
       const index = after.findIndex((item) => item.pieces.includes(piece));
       return index < 0 ? undefined : index;
     };

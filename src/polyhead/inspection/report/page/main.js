@@ -16,7 +16,7 @@ async function startPage() {
   $("finding").hidden = !record.finding;
   $("notes").replaceChildren(...record.notes.map((note) => htmlElement("p", { dir: "auto" }, note)), htmlElement("p", { class: "hint" }, "Made with Polyhead. All data is in this file; it makes no network requests."));
   // words and pieces differ only if a word has several pieces, or a piece that is spelled differently
-  if (!record.texts.some((text) => text.words.length + text.word_of.filter((word) => word === null).length < text.pieces.length || text.pieces.some((piece, i) => text.word_of[i] !== null && piece !== text.words[text.word_of[i]]))) document.querySelector('[data-key="level"]').hidden = true;
+  if (!record.texts.some((text) => text.labels || text.words.length + text.word_of.filter((word) => word === null).length < text.pieces.length || text.pieces.some((piece, i) => text.word_of[i] !== null && piece !== text.words[text.word_of[i]]))) document.querySelector('[data-key="level"]').hidden = true;
   if (layers.every((layer) => layer.display !== "matrix")) { document.querySelector('[data-key="level"]').hidden = true; $("hide").hidden = true; }
   const graph = layers.find((layer) => layer.kind === "graph");
   if (graph) { await graph.loadMosaicArrays(); state.node = pickInitialNode(graph); }

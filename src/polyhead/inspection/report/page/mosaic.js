@@ -150,6 +150,7 @@ function paintTile(tile) {
     const { data, height, width } = tile.matrix;
     ctx.imageSmoothingEnabled = height > tile.height || width > tile.width;
     ctx.imageSmoothingQuality = "high";
+    if (tile.layer.hasMask) { ctx.fillStyle = themeColour("--rule"); ctx.fillRect(x, y, tile.width, tile.height); }
     ctx.drawImage(drawMatrix(data, height, width, scratchCanvas), x, y, tile.width, tile.height);
   }
   ctx.globalAlpha = 1;
