@@ -9,7 +9,8 @@ from test_report import content
 
 from polyhead import ALiBi, Causal, Window
 from polyhead.inspection.report.report import report
-from polyhead.inspection.roles.role_cards import Card
+from polyhead.inspection.roles import headline
+from polyhead.inspection.roles.role_cards import Card, FoundRoles
 from polyhead.models import Tokens
 
 WORDS = ("The", "unlikely", "café", "closes")
@@ -128,3 +129,22 @@ def test_cards_say_direction_and_data(opened, seen):
         "for unrelated words", "In this text: The attends to cat 0.50",
     ):  # fmt: skip
         assert fact in shown, fact
+
+
+def test_caption_names_the_role_of_the_headline(opened, seen):
+    cards = [
+        Card(1, 3, "previous token", 0.95, 0.1, 40, 0.9, 0.98),
+        Card(1, 3, "subject-verb", 0.7, 0.3, 40, 0.6, 0.8, None, None, "subject → verb", "the next word"),
+    ]
+    found = FoundRoles.from_cards(cards)
+    first = headline.pick_headline_card(found)
+    assert first.role == "subject-verb" and found.cards[0].role == "previous token"
+    page = opened(
+        report(
+            seen, texts=TEXT, initial_head=(1, 3), finding=headline.card_to_sentence(first), cards=headline.put_first(first, found.cards),
+        )
+    )  # fmt: skip
+    assert "subject-verb" in page.inner_text("#finding") and page.inner_text("#caption").startswith(
+        "L1H3 subject-verb."
+    )
+    assert inner_texts(page, "#head-panel .card h3") == ["subject-verb", "previous token"]
