@@ -58,6 +58,7 @@ def test_demo_prints_findings_and_writes_a_small_offline_page(capsys):
     assert rows["next token"].split()[2] == "L1H8"
     assert "43 of 72 heads put more than half of the words' attention on special tokens" in " ".join(shown.split())
     assert "|α W_O v|, 1 do." in " ".join(shown.split())
+    assert "in a → b, a attends to b" in " ".join(shown.split())
     assert "cat attends to ran: no, at most 0.12" in shown
     assert "ran attends to cat: not specifically (nearly all words do), at most 0.56 (L5H11)" in shown
     page = Path("heads.html").read_text()

@@ -25,7 +25,10 @@ def browser():
         pytest.skip("chromium is not installed: apt-get install chromium")
     sync = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install playwright")
     with sync.sync_playwright() as playwright:
-        started = playwright.chromium.launch(executable_path=path, args=_SWITCHES)
+        # with scrollbars, as readers have them
+        started = playwright.chromium.launch(
+            executable_path=path, args=_SWITCHES, ignore_default_args=["--hide-scrollbars"]
+        )
         yield started
         started.close()
 

@@ -134,7 +134,7 @@ def _inspect_text(arguments: argparse.Namespace, stderr: Console, console: Conso
     with stderr.status("Writing the page …"):
         report(
             measured, arguments.out, texts=tokens, title=_truncate_title(raw_text), finding=sentence,
-            initial_head=None if first is None else (first.layer, first.head), cards=found.cards,
+            initial_head=None if first is None else (first.layer, first.head), cards=headline.put_first(first, found.cards),
             notes=[*notes, effect_note, *([] if rest is None else [str(rest)])], roles={role.name: role.meaning for role in ROLES},
         )  # fmt: skip
     _print_findings(console, arguments, measured, tokens, found, sentence, rest, notes)
@@ -218,7 +218,9 @@ def _print_findings(
         console.print(_build_role_table(found))
     measured = next((card.measured_on for card in found.cards if card.measured_on not in ("", "this text")), None)
     if measured is not None:
-        console.print(f"Scores and baselines were measured on {measured}; the last column is for this text.")
+        console.print(
+            f"Scores and baselines were measured on {measured}; the last column is for this text: in a → b, a attends to b."
+        )
     number = len({(card.layer, card.head) for card in found.measured})
     console.print(f"{len(found.heads_without_role)} of {number} heads have {NO_ROLE}.")
     for line in (*([] if rest is None else [str(rest)]), *notes):

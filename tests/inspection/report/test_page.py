@@ -125,7 +125,7 @@ def test_keyboard_shortcuts(page):
     page.keyboard.press("ArrowRight")
     page.keyboard.press("ArrowRight")
     page.keyboard.press("ArrowDown")
-    assert "un → un" in page.inner_text("#readout").replace("\u2068", "")
+    assert "un attends to un" in page.inner_text("#readout").replace("\u2068", "")
     page.keyboard.press("Enter")
     assert page.locator(".share").count() > 0
 

@@ -191,7 +191,7 @@ def test_attention_of_a_patch(opened, patches):
     assert page.get_attribute("#plot .picture", "data-node") == "12"
     best = int(weights[12, 2:].argmax())
     assert darkest_patch(page) == [best // 7, best % 7]
-    assert "patch (1, 3) gives" in page.inner_text("#caption")
+    assert "patch (1, 3) attends to" in page.inner_text("#caption")
     page.mouse.move(*patch_position(page, 2, 2, box=".photo"))
     assert page.get_attribute("#plot .picture", "data-node") == "18"
     # a click locks the patch; hovering then reads single weights
@@ -304,7 +304,7 @@ def test_layers_with_different_grids_and_without(opened):
     assert page.get_attribute("#plot .picture", "data-node") == "11"
     best = int(named["coarse"].weights[0, 11].argmax())
     assert darkest_patch(page, (6, 8)) == [best // 8, best % 8]
-    assert "query (2, 3), at point (4, 6) gives" in page.inner_text("#caption")
+    assert "query (2, 3), at point (4, 6) attends to" in page.inner_text("#caption")
     assert "3 × 4 queries, 6 × 8 points" in page.inner_text("#stage")
     # the table would be empty, so there is none
     assert page.locator(
@@ -350,7 +350,7 @@ def test_blocks_are_named_blocks(opened, monkeypatch):
     page = opened(report(heads, image=PHOTO, grid=GRID, at=(2, 2)))
     caption = page.inner_text("#caption")
     assert (
-        "block (1, 1) gives" in caption
+        "block (1, 1) attends to" in caption
         and "patch (" not in caption
         and "the sum over the patches of the key block" in caption
     )

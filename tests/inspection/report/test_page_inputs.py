@@ -78,6 +78,22 @@ def test_graph(opened):
     assert xml.fromstring(export_file(page, "heat")[1]).tag.endswith("svg")
 
 
+def test_arrows_of_a_graph_run_from_source_to_destination(opened):
+    # Bob attends to Ann and Cleo: the edges run to him
+    _, heads = layer(score="gatv2")(torch.randn(3, 32), over=Graph(torch.tensor([[0, 2], [1, 1]]), 3))
+    page = opened(report(heads, texts=["Ann", "Bob", "Cleo"]))
+    ends = lambda: page.locator("path.arrow").evaluate_all("all => all.map(a => [a.dataset.source, a.dataset.destination])")  # fmt: skip
+    for node, direction, count in (("Bob", "in", 2), ("Ann", "out", 1)):
+        page.fill("#node", node)
+        page.keyboard.press("Enter")
+        page.click(f'[data-key="direction"] [value="{direction}"]')
+        own, whole = (inner_texts(page, f"ol.edges >> nth={n} >> button") for n in range(2))
+        assert len(own) == count == len(ends()), direction
+        assert set(own) <= {"Ann → Bob", "Cleo → Bob"} == set(whole), direction
+        assert {destination for _, destination in ends()} == {"1"}, direction
+    assert "the destination attends to the source" in page.inner_text("#head-panel")
+
+
 def test_layers_of_different_kinds(opened):
     graph = Graph(torch.tensor([[0, 1, 2], [1, 2, 1]]), 4)
     named = {
@@ -132,7 +148,7 @@ def test_8192_tokens_zoom_to_exact_weights(opened):
     # the weights under the pointer, token by token
     page.mouse.move(x + 1, y + 1)
     row, column = (
-        int(number.replace(",", "")) for number in re.findall(r" ([\d,]+)(?= →|:)", page.inner_text("#readout"))
+        int(number.replace(",", "")) for number in re.findall(r" ([\d,]+)(?= attends|:)", page.inner_text("#readout"))
     )
     best = int(heads[1, row].argmax())
     assert abs(row - 6000) < 200 and abs(column - 3000) < 200

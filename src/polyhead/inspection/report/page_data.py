@@ -203,7 +203,10 @@ def _text_layer_to_json(layer: PageLayer, blobs: ArrayBlobs) -> JsonObject:
     """
     metrics = layer.metrics()
     special = (False,) * layer.query_and_key_counts[0] if layer.rows is None else layer.rows.special
-    record = _common_layer_fields(layer, metrics.mean_over_words(~torch.tensor(special)))
+    words = ~torch.tensor(special)
+    # a query with one key, such as the first of a causal model, says nothing about its head
+    informative = words & _has_several_keys(layer)
+    record = _common_layer_fields(layer, metrics.mean_over_words(informative if bool(informative.any()) else words))
     arrays = record["arrays"]
     arrays["contribution_norms"] = blobs.add(layer.contribution_norms(), "f4")
     if layer.has_all_weights:
@@ -257,7 +260,7 @@ def _add_qk_or_top_keys(
             left -= _count_bytes(kept)
         record["exact"][str(head)] = {name: blobs.add(*array) for name, array in (kept or {}).items()}
     for layer, record in zip(layers, records, strict=True):
-        if layer.is_plain_dot_product and layer.image is None and layer.key_intervals is not None:
+        if not layer.is_graph and layer.image is None and layer.key_intervals is not None:
             record["arrays"]["reach"] = blobs.add(layer.key_intervals, "i4")
 
 

@@ -164,13 +164,17 @@ def _deduplicate_texts(layers: Sequence[PageLayer], records: Sequence[JsonObject
     texts: list[JsonObject] = []
     for layer, record in zip(layers, records, strict=True):
         for side, tokens in (("rows", layer.rows), ("columns", layer.columns)):
-            text = (
-                None if tokens is None else {"pieces": tokens.pieces, "word_of": tokens.word_of, "words": tokens.words}
-            )
+            text = None if tokens is None else _text_to_json(tokens)
             if text is not None and text not in texts:
                 texts.append(text)
             record[side] = None if text is None else texts.index(text)
     return texts
+
+
+def _text_to_json(tokens: Tokens) -> JsonObject:
+    """A text; `labels` are its pieces as plain text, None if they are plain text already."""
+    labels = None if tokens.labels == tokens.pieces else tokens.labels
+    return {"pieces": tokens.pieces, "labels": labels, "word_of": tokens.word_of, "words": tokens.words}
 
 
 class _ImageArguments(NamedTuple):

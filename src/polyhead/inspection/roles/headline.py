@@ -47,6 +47,11 @@ def count_special_token_heads(seen: Mapping[str, Heads], text: Tokens) -> Specia
     return SpecialTokenHeads(*counts) if counts[0] else None
 
 
+def put_first(first: Card | None, cards: Sequence[Card]) -> list[Card]:
+    """The cards with the headline's first: the caption of a page names the first role of the selected head."""
+    return sorted(cards, key=lambda card: card != first)
+
+
 class StrongestWordPair(NamedTuple):
     """The weight from one word to another, in the head where it is largest."""
 

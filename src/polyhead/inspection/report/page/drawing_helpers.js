@@ -47,16 +47,28 @@ function resizeAndClearCanvas(node, width, height) {
   return ctx;
 }
 
-// Draw a matrix on a canvas, one pixel per cell.
+// Draw a matrix on a canvas, one pixel per cell. NaN, a pair that is not allowed, is transparent.
 function drawMatrix(data, height, width, canvas = document.createElement("canvas")) {
   const image = new ImageData(width, height), colours = colourRamp();
   for (let n = 0; n < height * width; n++) {
     const c = colours[colourRampIndex(data[n])];
-    image.data[4 * n] = c[0]; image.data[4 * n + 1] = c[1]; image.data[4 * n + 2] = c[2]; image.data[4 * n + 3] = 255;
+    image.data[4 * n] = c[0]; image.data[4 * n + 1] = c[1]; image.data[4 * n + 2] = c[2]; image.data[4 * n + 3] = Number.isNaN(data[n]) ? 0 : 255;
   }
   canvas.width = width; canvas.height = height;
   canvas.getContext("2d").putImageData(image, 0, 0);
   return canvas;
+}
+
+// Fill a rectangle with hatching: what is below pairs that are not allowed.
+function fillHatched(ctx, x, y, width, height) {
+  const tile = document.createElement("canvas"), pen = tile.getContext("2d");
+  tile.width = tile.height = 6;
+  pen.fillStyle = themeColour("--wash");
+  pen.fillRect(0, 0, 6, 6);
+  pen.strokeStyle = themeColour("--rule");
+  pen.beginPath(); pen.moveTo(-1, 7); pen.lineTo(7, -1); pen.moveTo(-1, 1); pen.lineTo(1, -1); pen.moveTo(5, 7); pen.lineTo(7, 5); pen.stroke();
+  ctx.fillStyle = ctx.createPattern(tile, "repeat");
+  ctx.fillRect(x, y, width, height);
 }
 
 // A colour of the style sheet. getComputedStyle may force a layout, so results are cached per theme.

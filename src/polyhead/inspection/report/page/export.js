@@ -23,7 +23,7 @@ function downloadSvg(name, drawing, width, height) {
 // A matrix as rectangles, or as one image if there are more than 4,096.
 function matrixToSvg(data, height, width, x, y, cw, ch) {
   if (height * width <= 4096) {
-    return Array.from({ length: height * width }, (_, n) => svgElement("rect", { x: x + (n % width) * cw, y: y + Math.floor(n / width) * ch, width: cw, height: ch, fill: weightColour(data[n]) }));
+    return Array.from({ length: height * width }, (_, n) => svgElement("rect", { x: x + (n % width) * cw, y: y + Math.floor(n / width) * ch, width: cw, height: ch, fill: Number.isNaN(data[n]) ? "none" : weightColour(data[n]) }));
   }
   return [svgElement("image", { href: drawMatrix(data, height, width).toDataURL(), x, y, width: cw * width, height: ch * height, preserveAspectRatio: "none", style: "image-rendering:pixelated" })];
 }
@@ -45,22 +45,30 @@ function exportHeadPicture() {
 }
 
 function exportMosaic() {
-  const drawing = svgElement("svg"), size = 64, step = 72, left = 44, top = 34;
-  let row = -1, lastLayer = null, column = 0;
+  const drawing = svgElement("svg"), left = 60, width = 64 * Math.min(2, tileAspect), height = width / tileAspect, labels = new Map();
+  for (const group of mosaicGroups) group.rows.forEach(({ layerIndex, label }, n) => labels.set(layerIndex, { label, group: n || mosaicGroups.length === 1 ? "" : group.label }));
+  const addText = (x, y, size, colour, words, anchor = "start") => drawing.append(svgElement("text", { x, y, "font-size": size, fill: themeColour(colour), "text-anchor": anchor }, words));
+  let y = 34, lastLayer = null, column = 0;
   for (const tile of tiles) {
-    if (tile.layerIndex !== lastLayer || column === tile.perRow) { row++; column = 0; lastLayer = tile.layerIndex; drawing.append(svgElement("text", { x: 8, y: top + row * step + 36, "font-size": 13, fill: themeColour("--ink") }, `L${tile.layer.number}`)); }
-    const x = left + column * step, y = top + row * step, role = tile.cards[0]?.role;
+    const { label, group } = labels.get(tile.layerIndex), isNewLayer = tile.layerIndex !== lastLayer;
+    if (isNewLayer || column === tile.perRow) {
+      if (lastLayer !== null) y += height + 8;
+      if (isNewLayer && group) { addText(8, y + 12, 13, "--ink", group); y += 22; }
+      if (isNewLayer) addText(8, y + height / 2 + 4, 13, "--ink", label);
+      column = 0; lastLayer = tile.layerIndex;
+    }
+    const x = left + column * (width + 8), role = tile.cards[0]?.role;
     if (tile.layer.display !== "matrix") {
       const thumbnail = document.createElement("canvas");
-      (tile.layer.image ? drawImageTile : drawGraphTile)(resizeAndClearCanvas(thumbnail, size, size), tile.layer, tile.head, size);
-      drawing.append(svgElement("image", { href: thumbnail.toDataURL(), x, y, width: size, height: size }));
+      drawPictureTile(resizeAndClearCanvas(thumbnail, width, height), tile.layer, tile.head, width, height);
+      drawing.append(svgElement("image", { href: thumbnail.toDataURL(), x, y, width, height }));
     }
-    else if (tile.matrix) drawing.append(...matrixToSvg(tile.matrix.data, tile.matrix.height, tile.matrix.width, x, y, size / tile.matrix.width, size / tile.matrix.height));
-    drawing.append(svgElement("rect", { x: x - 2, y: y - 2, width: size + 4, height: size + 4, rx: 3, fill: "none", stroke: role ? roleColour(role) : themeColour("--rule"), "stroke-width": role ? 3 : 1, "stroke-dasharray": role && roleLineStyle(role) !== "solid" ? (roleLineStyle(role) === "dashed" ? "8 5" : "2 4") : null }, svgElement("title", {}, `${tile.layer.headLabel(tile.head)} ${role ?? ""}`)));
-    if (row === 0) drawing.append(svgElement("text", { x: x + size / 2, y: 22, "text-anchor": "middle", "font-size": 12, fill: themeColour("--soft") }, `H${tile.layer.heads[tile.head]}`));
+    else if (tile.matrix) drawing.append(...matrixToSvg(tile.matrix.data, tile.matrix.height, tile.matrix.width, x, y, width / tile.matrix.width, height / tile.matrix.height));
+    drawing.append(svgElement("rect", { x: x - 2, y: y - 2, width: width + 4, height: height + 4, rx: 3, fill: "none", stroke: role ? roleColour(role) : themeColour("--rule"), "stroke-width": role ? 3 : 1, "stroke-dasharray": role && roleLineStyle(role) !== "solid" ? (roleLineStyle(role) === "dashed" ? "8 5" : "2 4") : null }, svgElement("title", {}, `${tile.layer.headLabel(tile.head)} ${role ?? ""}`)));
+    if (tile === tiles[column]) addText(x + width / 2, 22, 12, "--soft", `H${tile.layer.heads[tile.head]}`, "middle");
     column++;
   }
-  downloadSvg(`heads-${measureInFileName()}.svg`, drawing, left + Math.max(...tiles.map((tile) => tile.perRow)) * step + 8, top + (row + 1) * step + 8);
+  downloadSvg(`heads-${measureInFileName()}.svg`, drawing, left + Math.max(...tiles.map((tile) => tile.perRow)) * (width + 8) + 8, y + height + 16);
 }
 
 function exportArcs() {
@@ -97,7 +105,8 @@ function exportWeightsCsv() {
   downloadFile(`${selectedHeadName()}-${measureInFileName()}${part}.csv`, `${lines.join("\n")}\n`, "text/csv");
 }
 
-const roundForCsv = (w) => Number(w.toPrecision(8));
+// pairs that are not allowed have no weight
+const roundForCsv = (w) => (Number.isNaN(w) ? 0 : Number(w.toPrecision(8)));
 
 function exportEdgesCsv() {
   const layer = selectedLayer(), all = layer.loaded.edges.length / 2, lines = ["source,destination,weight"];

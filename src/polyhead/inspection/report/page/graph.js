@@ -98,6 +98,10 @@ function drawNeighbourhood() {
     }
     const [x, y] = position;
     drawing.append(addTooltip(svgElement("line", { x1: centre, y1: centre, x2: x, y2: y, stroke: weightColour(Math.max(0.04, strength)), "stroke-width": 1 + 11 * strength, "stroke-linecap": "round", class: "edge", "data-other": other, "data-weight": w })));
+    // an arrowhead in the middle of the line points to the destination
+    const sign = state.direction === "in" ? -1 : 1, length = Math.hypot(x - centre, y - centre) || 1, tip = 6 + 6 * strength;
+    const [ux, uy] = [(sign * (x - centre)) / length, (sign * (y - centre)) / length], [mx, my] = [(x + centre) / 2, (y + centre) / 2];
+    drawing.append(svgElement("path", { d: `M${mx + ux * tip},${my + uy * tip}L${mx - ux * tip - uy * tip},${my - uy * tip + ux * tip}L${mx - ux * tip + uy * tip},${my - uy * tip - ux * tip}Z`, fill: weightColour(Math.max(0.1, strength)), class: "arrow", "data-source": state.direction === "in" ? other : state.node, "data-destination": state.direction === "in" ? state.node : other }));
     const anchor = Math.abs(x - centre) < size * 0.14 ? "middle" : x > centre ? "start" : "end";
     const dx = anchor === "middle" ? 0 : x > centre ? 11 : -11, dy = anchor === "middle" ? (y > centre ? 20 : -13) : 4;
     foreground.push(addTooltip(svgElement("circle", { cx: x, cy: y, r: 5 + 5 * strength, fill: weightColour(Math.max(0.1, strength)), class: "node", "data-node": other })));
@@ -112,7 +116,7 @@ function drawNeighbourhood() {
   $("plot").replaceChildren(drawing);
   const { neighbours, all } = selectNeighboursToDraw(layer);
   $("map-name").replaceChildren(htmlElement("span", { class: "name" }, selectedHeadName()), ` ${measureName()}`);
-  $("map-hint").textContent = `${all > neighbours.length ? `The ${neighbours.length} strongest of ${all.toLocaleString("en")} neighbours` : `${all} neighbour${all === 1 ? "" : "s"}`}; the width and colour of a line show its ${measureName()}.`;
+  $("map-hint").textContent = `${all > neighbours.length ? `The ${neighbours.length} strongest of ${all.toLocaleString("en")} neighbours` : `${all} neighbour${all === 1 ? "" : "s"}`}; the width and colour of a line show its ${measureName()}, and its arrow points from the source to the destination, which attends to the source.`;
   $("readout").textContent = layer.queries === layer.keys ? "Click a neighbour to select it." : "";
 }
 
@@ -151,16 +155,18 @@ function findNode(layer, side, nodes, text) {
 
 // Lists of the strongest edges: of this node, and of the whole head.
 function buildEdgeLists(layer, head) {
-  const buildEdgeLine = (from, to, w, target) => htmlElement("li", {}, htmlElement("button", { title: "Select this node", on: { click: () => setState({ node: target }) } }, tokenElement(truncateText(from, 22)), " → ", tokenElement(truncateText(to, 22))), htmlElement("b", {}, formatNumber(w, 3)));
+  // source → destination, as in an edge list: the destination attends to the source
+  const buildEdgeLine = (source, destination, w, target) => htmlElement("li", {}, htmlElement("button", { title: "Select this node", on: { click: () => setState({ node: target }) } }, tokenElement(truncateText(source, 22)), " → ", tokenElement(truncateText(destination, 22))), htmlElement("b", {}, formatNumber(w, 3)));
   const ownEdges = edgesOfNode(layer, head).sort((a, b) => b.w - a.w).slice(0, 8), incoming = state.direction === "in";
   const ownName = nodeName(layer, incoming ? "rows" : "columns", state.node);
-  const list = ownEdges.map(({ other, w }) => (incoming ? buildEdgeLine(ownName, nodeName(layer, "columns", other), w, layer.queries === layer.keys ? other : state.node) : buildEdgeLine(nodeName(layer, "rows", other), ownName, w, layer.queries === layer.keys ? other : state.node)));
+  const list = ownEdges.map(({ other, w }) => (incoming ? buildEdgeLine(nodeName(layer, "columns", other), ownName, w, layer.queries === layer.keys ? other : state.node) : buildEdgeLine(ownName, nodeName(layer, "rows", other), w, layer.queries === layer.keys ? other : state.node)));
   const edges = layer.loaded.edges, all = edges.length / 2, { start } = sortEdgesByNode(layer, "in");
   // the only edge of a node always has weight 1: it is not informative
   const values = new Float32Array(all);
   for (let e = 0; e < all; e++) { const to = edges[all + e]; values[e] = start[to + 1] - start[to] > 1 && edges[e] !== to ? layer.loaded.weights[head * all + e] : 0; }
-  const best = largestEntries(values, 6).map(([e, w]) => buildEdgeLine(nodeName(layer, "rows", edges[all + e]), nodeName(layer, "columns", edges[e]), w, incoming ? edges[all + e] : edges[e]));
-  return [htmlElement("h3", {}, "Strongest edges of the node"), list.length ? htmlElement("ol", { class: "edges" }, list) : htmlElement("p", { class: "norole" }, "This node has no edges in this direction."),
+  const best = largestEntries(values, 6).map(([e, w]) => buildEdgeLine(nodeName(layer, "columns", edges[e]), nodeName(layer, "rows", edges[all + e]), w, incoming ? edges[all + e] : edges[e]));
+  const convention = htmlElement("p", { class: "hint" }, "Source → destination: the destination attends to the source.");
+  return [htmlElement("h3", {}, "Strongest edges of the node"), convention, list.length ? htmlElement("ol", { class: "edges" }, list) : htmlElement("p", { class: "norole" }, "This node has no edges in this direction."),
     best.length ? htmlElement("h3", {}, "Strongest edges of the head, by weight") : null, best.length ? htmlElement("ol", { class: "edges" }, best) : null].filter(Boolean);
 }
 

@@ -4,7 +4,7 @@ function drawHeadPanel() {
   const box = $("head-panel");
   if (state.cell && selectedLayer().display === "matrix") { drawWeightExplanation(box); return; }
   const layer = selectedLayer(), head = state.head, cards = cardsOfHead(layer, head);
-  const parts = [htmlElement("div", { class: "head" }, htmlElement("h2", {}, htmlElement("span", { class: "name" }, selectedHeadName()), ` head ${layer.heads[head]} of layer ${layer.number}`))];
+  const parts = [htmlElement("div", { class: "head" }, htmlElement("h2", {}, htmlElement("span", { class: "name" }, selectedHeadName()), ` head ${layer.heads[head]} of ${nameLayer(layer)}`))];
   parts.push(htmlElement("p", { class: "hint where" }, [layer.name, layer.kind === "graph" ? null : layer.attention, layer.over === "Dense()" || layer.kind === "graph" ? null : layer.over, layer.score === "Dot" ? null : `${layer.score} score`].filter(Boolean).join(" · ")));
   if (cards.length) parts.push(...cards.map(buildRoleCard));
   else if (record.cards.length || !layer.image) parts.push(htmlElement("p", { class: "norole" }, htmlElement("b", {}, "No role: "), record.cards.length ? "nothing stands out in this head." : "roles were not measured."));
@@ -14,23 +14,32 @@ function drawHeadPanel() {
   box.replaceChildren(...parts);
 }
 
+// A layer in a sentence, by the number that the model gives it: "decoder layer 3", or "layer 9" if it gives none.
+function nameLayer(layer) {
+  const { stack, number } = describeLayer(layer);
+  return number === null || number === layer.number ? `layer ${layer.number}` : `${stack ? `${stack} ` : ""}layer ${number}`;
+}
+
 function buildRoleCard(card) {
   const toCssPercent = (x) => `${(100 * Math.min(1, Math.max(0, x))).toFixed(1)}%`;
   const facts = [
     [formatNumber(card.score), `95 % interval ${formatNumber(card.low)}–${formatNumber(card.high)}`],
-    [formatNumber(card.baseline), "baseline on the same cases"],
-    [card.cases.toLocaleString("en"), card.cases === 1 ? "case" : "cases"],
+    [formatNumber(card.baseline), `baseline on the same cases${card.baseline_name ? `: ${card.baseline_name}` : ""}`],
+    card.unrelated_score === null ? null : [formatNumber(card.unrelated_score), "for unrelated words"],
+    [card.cases.toLocaleString("en"), `${card.cases === 1 ? "case" : "cases"}${card.measured_on ? `, measured on ${card.measured_on}` : ""}`],
     card.effect === null ? null : [formatSignedNumber(card.effect), "effect of removing the head"],
   ].filter(Boolean);
   return htmlElement("article", { class: "card", style: `--role:${roleColour(card.role)};--line:${roleLineStyle(card.role)}` },
     htmlElement("h3", {}, card.role),
+    // roles have two ends, such as "determiner → noun": the first attends to the second
+    card.direction ? htmlElement("p", { class: "direction" }, card.direction.split(" → ").join(" attends to ")) : null,
     record.roles[card.role] ? htmlElement("p", {}, record.roles[card.role]) : null,
     htmlElement("div", { class: "gauge", role: "img", "aria-label": `score ${formatNumber(card.score)}, baseline ${formatNumber(card.baseline)}` },
       htmlElement("span", { class: "reach", style: `left:${toCssPercent(card.low)};right:${toCssPercent(1 - card.high)}` }),
       htmlElement("span", { class: "base", style: `left:${toCssPercent(card.baseline)}`, title: "baseline" }),
       htmlElement("span", { class: "dot", style: `left:${toCssPercent(card.score)}`, title: "score" })),
     htmlElement("dl", {}, facts.flatMap(([value, name]) => [htmlElement("dt", {}, value), htmlElement("dd", {}, name)])),
-    card.pair ? htmlElement("p", { class: "pair" }, "In this text: ", tokenElement(card.pair[0]), " → ", tokenElement(card.pair[1]), ` ${formatNumber(card.pair[2])}`) : null);
+    card.pair ? htmlElement("p", { class: "pair" }, "In this text: ", tokenElement(card.pair[0]), " attends to ", tokenElement(card.pair[1]), ` ${formatNumber(card.pair[2])}`) : null);
 }
 
 const formatSignedNumber = (x) => (Math.abs(x) < 5e-4 ? "0" : `${x > 0 ? "+" : "−"}${Math.abs(x).toFixed(Math.abs(x) < 0.1 ? 3 : 2)}`);
@@ -43,12 +52,15 @@ const TARGETS = [
   ["special", "special tokens", "Weight on tokens such as [CLS] and [SEP]"],
 ];
 
+// The offset of a target from the query, in tokens: a target that the mask excludes is not listed.
+const OFFSETS = { self: 0, previous: -1, next: 1 };
+
 function buildStatistics(layer, head) {
   const { entropy, distance, weight, share } = layer.stats;
   const text = layer.columns === null ? null : record.texts[layer.columns];
   const special = text?.word_of.some((word) => word === null);
   const buildBar = (x, kind) => htmlElement("span", { class: `meter ${kind}`, style: `--long:${(100 * Math.min(1, x ?? 0)).toFixed(1)}%` });
-  const rows = TARGETS.filter(([name]) => weight[name] && (name !== "special" || special) && (layer.kind !== "cross" || name === "first" || name === "special")).map(([name, label, help]) => {
+  const rows = TARGETS.filter(([name]) => weight[name] && (name !== "special" || special) && (layer.kind !== "cross" || name === "first" || name === "special") && (layer.kind !== "self" || !(name in OFFSETS) || layer.allowsOffset(head, OFFSETS[name]))).map(([name, label, help]) => {
     const w = weight[name][head], c = share[name]?.[head];
     return htmlElement("tr", { title: help }, htmlElement("th", { scope: "row" }, label), htmlElement("td", { class: "bars" }, buildBar(w, "w"), c === undefined ? null : buildBar(c, "c")),
       htmlElement("td", {}, formatPercent(w)), c === undefined ? null : htmlElement("td", { class: "c" }, formatPercent(c)));
@@ -58,7 +70,7 @@ function buildStatistics(layer, head) {
   const keys = Math.exp(entropy[head] ?? 0);
   const hasShares = Object.keys(share).length > 0;
   return [
-    !rows.length ? "" : htmlElement("table", { class: "stats" }, htmlElement("caption", {}, layer.kind === "graph" ? "Mean attention of the nodes" : layer.image ? "Mean attention of the patches" : "Mean attention of the words"),
+    !rows.length ? "" : htmlElement("table", { class: "stats" }, htmlElement("caption", {}, layer.kind === "graph" ? "Mean attention of the nodes" : layer.image ? "Mean attention of the patches" : `Mean attention of the words${hasSingleKeyQueries(layer) ? " that can attend to several" : ""}`),
       htmlElement("thead", {}, htmlElement("tr", {}, htmlElement("td"), htmlElement("td"), htmlElement("th", { scope: "col", class: "w" }, "weight"), hasShares ? htmlElement("th", { scope: "col", class: "c" }, "contrib.") : null)),
       htmlElement("tbody", {}, rows)),
     htmlElement("dl", { class: "facts" },
@@ -66,5 +78,8 @@ function buildStatistics(layer, head) {
       ...(layer.image ? buildImageFacts(layer, head) : distance && layer.kind === "self" ? [htmlElement("dt", {}, formatNumber(distance[head], 1)), htmlElement("dd", {}, "mean attention distance, in tokens")] : [])),
   ];
 }
+
+// Whether some queries have one key only: their weight is always 1, so means leave them out.
+const hasSingleKeyQueries = ({ loaded: { reach }, queries }) => Boolean(reach) && reach.subarray(0, queries).some((first, i) => reach[queries + i] - first === 1) && reach.subarray(0, queries).some((first, i) => reach[queries + i] - first > 1);
 
 watch("layer head cell measure level hide theme node direction", (keys) => { if (!selectedLayer().image || [...keys].some((key) => key !== "node" && key !== "direction")) drawHeadPanel(); });

@@ -5,6 +5,8 @@ const plot = { canvas: null, left: 0, top: 0, width: 0, height: 0, view: null, s
 const MAX_PRODUCTS = 2.4e7;
 
 function wholeMatrixView(current) { return { r0: 0, r1: current.rows.length, c0: 0, c1: current.cols.length }; }
+// Up to so many rows of a wide map all have a name.
+const MAX_NAMED_ROWS = 40;
 const canZoom = (current) => Math.max(current.rows.length, current.cols.length) > 24;
 
 function buildHeatmap() {
@@ -31,12 +33,12 @@ function layOutHeatmap(current) {
   ctx.font = LABEL_FONT;
   const widestLabel = (list, a, b) => Math.max(0, ...list.slice(Math.floor(a), Math.min(Math.ceil(b), Math.floor(a) + 80)).map((item) => ctx.measureText(makeWhitespaceVisible(item.label)).width));
   const down = view.r1 - view.r0, across = view.c1 - view.c0;
-  // a name needs 11 pixels
-  const showNames = Math.max(down, across) * 11 <= Math.min(width - 60, 400);
-  plot.left = showNames ? Math.min(104, Math.ceil(widestLabel(current.rows, view.r0, view.r1)) + 10) : 44;
-  const nameHeight = showNames ? Math.min(92, widestLabel(current.cols, view.c0, view.c1)) : 0;
-  plot.slantNames = showNames && nameHeight > 16;
-  plot.top = showNames ? Math.ceil(plot.slantNames ? nameHeight * 0.77 + 16 : 20) : 18;
+  // a name needs 11 pixels; few rows always have names
+  const fewRows = current.rows.length <= MAX_NAMED_ROWS, showRowNames = fewRows || down * 11 <= 400, showColumnNames = across * 11 <= width - 60;
+  plot.left = showRowNames ? Math.min(104, Math.ceil(widestLabel(current.rows, view.r0, view.r1)) + 10) : 44;
+  const nameHeight = showColumnNames ? Math.min(92, widestLabel(current.cols, view.c0, view.c1)) : 0;
+  plot.slantNames = showColumnNames && nameHeight > 16;
+  plot.top = showColumnNames ? Math.ceil(plot.slantNames ? nameHeight * 0.77 + 16 : 20) : 18;
   const margin = plot.slantNames ? Math.min(48, nameHeight * 0.64) : 6;
   // the map should end above the fold
   const offsetTop = $("plot").getBoundingClientRect().top + scrollY;
@@ -44,7 +46,10 @@ function layOutHeatmap(current) {
   if (canZoom(current)) {
     plot.width = width - plot.left - margin;
     plot.height = Math.min(available, plot.width);
-    if (down === current.rows.length && across === current.cols.length) plot.height = Math.max(60, Math.min(available, (plot.width * down) / across));
+    // a square matrix stays square on a wide page
+    if (!isWideLayer(current.layer)) plot.width = Math.min(plot.width, Math.max(360, (available * current.cols.length) / current.rows.length));
+    if (fewRows && current.cols.length > current.rows.length) plot.height = Math.max(12 * current.rows.length, Math.min(available, Math.max(20 * current.rows.length, (plot.width * current.rows.length) / current.cols.length)));
+    else if (down === current.rows.length && across === current.cols.length) plot.height = Math.max(60, Math.min(available, (plot.width * down) / across));
   } else {
     const cell = Math.max(12, Math.min(46, (width - plot.left - margin) / across, available / down));
     plot.width = cell * across;
@@ -63,7 +68,7 @@ function computeHeatmapCells(current, view) {
     const map = current.layer.averagedMap(current.head, state.measure);
     return { ...map, r0: 0, c0: 0, down: current.rows.length / map.height, across: current.cols.length / map.width, exact: false };
   }
-  const down = Math.max(1, Math.ceil((r1 - r0) / 480)), across = Math.max(1, Math.ceil((c1 - c0) / 480));
+  const down = Math.max(1, Math.ceil((r1 - r0) / 480)), across = Math.max(1, Math.ceil((c1 - c0) / Math.max(480, plot.width)));
   const height = Math.ceil((r1 - r0) / down), width = Math.ceil((c1 - c0) / across);
   const data = new Float32Array(height * width), row = new Float32Array(c1 - c0);
   for (let i = r0; i < r1; i++) {
@@ -74,7 +79,19 @@ function computeHeatmapCells(current, view) {
     const cellRow = Math.floor((i - r0) / down), queryCount = Math.min(down, r1 - r0 - cellRow * down);
     for (let j = 0; j < weights.length; j++) data[cellRow * width + Math.floor(j / across)] += weights[j] / queryCount;
   }
+  markDisallowed(data, disallowedCells(current, { r0, r1, c0, c1, down, across, height, width }));
   return { data, height, width, r0, c0, down, across, exact: true };
+}
+
+// For each cell 1 if it has no allowed pair; null if all have.
+function disallowedCells(current, { r0, r1, c0, c1, down, across, height, width }) {
+  if (!current.layer.hasMask) return null;
+  const cells = new Uint8Array(height * width).fill(1);
+  for (let i = r0; i < r1; i++) for (let j = c0; j < c1; j++) {
+    const n = Math.floor((i - r0) / down) * width + Math.floor((j - c0) / across);
+    if (cells[n] && isAllowed(current, i, j)) cells[n] = 0;
+  }
+  return cells;
 }
 
 const LABEL_FONT = '12px system-ui, -apple-system, "Segoe UI", sans-serif';
@@ -93,6 +110,7 @@ function paintHeatmap(current) {
   ctx.clip();
   const x = (c) => left + (c - view.c0) * cw, y = (r) => top + (r - view.r0) * ch;
   ctx.imageSmoothingEnabled = cells.across * cw < 0.9;
+  if (current.layer.hasMask) fillHatched(ctx, left, top, width, height);
   cells.canvas ??= drawMatrix(cells.data, cells.height, cells.width);
   ctx.drawImage(cells.canvas, x(cells.c0), y(cells.r0), cells.width * cells.across * cw, cells.height * cells.down * ch);
   const single = cells.exact && cells.down === 1 && cells.across === 1;
@@ -120,7 +138,7 @@ function drawCellNumbers(ctx, cells, x, y, cw, ch) {
   ctx.textBaseline = "middle";
   for (let i = 0; i < cells.height; i++) for (let j = 0; j < cells.width; j++) {
     const w = cells.data[i * cells.width + j];
-    if (w < 0.005) continue;
+    if (!(w >= 0.005)) continue;
     ctx.fillStyle = readableTextColour(w);
     ctx.globalAlpha = w < 0.05 ? 0.72 : 1;
     ctx.fillText(formatWeightShort(w), x(cells.c0 + j + 0.5), y(cells.r0 + i + 0.5) + 0.5);
@@ -188,7 +206,7 @@ function updateHeatmapTitle(current) {
     : detail === "averaged" ? `Averaged only: ${plot.cells.height} × ${plot.cells.width} cells. Hover over a row for its strongest pairs.`
     : plot.cells.exact ? (isFull ? "Exact weights. Scroll or press + to zoom; click a cell to see how it is computed." : "Exact weights. Drag to move, press 0 to show all; click a cell to see how it is computed.")
     : `Averaged over ${Math.round(plot.cells.down)} × ${Math.round(plot.cells.across)} tokens. Scroll or double-click to zoom to exact weights.`;
-  $("map-hint").textContent = text;
+  $("map-hint").textContent = current.layer.hasMask ? `${text} Hatched: cannot be attended to.` : text;
   updateCellReadout(current);
 }
 
@@ -203,7 +221,9 @@ function updateCellReadout(current) {
   }
   const w = weightOfPair(current, cell.row, cell.col), showIndices = current.rows.length > 24;
   const describeItem = (item, i) => [tokenElement(item.label), showIndices ? htmlElement("small", {}, ` ${i.toLocaleString("en")}`) : ""];
-  box.replaceChildren(...describeItem(current.rows[cell.row], cell.row), " → ", ...describeItem(current.cols[cell.col], cell.col), ": ",
+  const names = [describeItem(current.rows[cell.row], cell.row), describeItem(current.cols[cell.col], cell.col)];
+  if (!isAllowed(current, cell.row, cell.col)) { box.replaceChildren(...names[0], " cannot attend to ", ...names[1], `: ${describeDisallowed(current, cell.row, cell.col)}.`); return; }
+  box.replaceChildren(...names[0], " attends to ", ...names[1], ": ",
     htmlElement("b", {}, w === null ? `averaged ${formatNumber(averagedWeight(current, cell.row, cell.col), 3)}` : formatWeight(w)));
 }
 
@@ -224,6 +244,8 @@ function zoomHeatmap(by, cx = 0.5, cy = 0.5) {
   const current = selectedHeadData(), v = plot.view;
   if (current.layer.display !== "matrix" || !canZoom(current)) return;
   const zoomAxis = (a, b, centre, total) => {
+    // a short side is always shown as a whole
+    if (total <= 24) return [0, total];
     const size = Math.min(total, Math.max(Math.min(8, total), (b - a) * by)), from = Math.max(0, Math.min(total - size, a + (b - a - size) * centre));
     return [from, from + size];
   };

@@ -106,10 +106,10 @@ function fitImage(width, height = width) {
 }
 
 // Draw the tile of a head in the mosaic.
-function drawImageTile(ctx, layer, head, size) {
+function drawImageTile(ctx, layer, head, tileWidth, tileHeight) {
   // clip: the frame of a border patch would reach into the next tile
-  ctx.beginPath(); ctx.rect(0, 0, size, size); ctx.clip();
-  const [width, height] = fitImage(size), x = (size - width) / 2, y = (size - height) / 2, node = findSamePatch(layer);
+  ctx.beginPath(); ctx.rect(0, 0, tileWidth, tileHeight); ctx.clip();
+  const [width, height] = fitImage(tileWidth, tileHeight), x = (tileWidth - width) / 2, y = (tileHeight - height) / 2, size = Math.max(width, height), node = findSamePatch(layer);
   paintOverlay(ctx, layer, overlayWeights(layer, head, node), x, y, width, height);
   const position = gridPosition(layer, node);
   if (!position || size < 18) return;
@@ -177,16 +177,16 @@ function drawImageOverlay() {
 }
 
 function updateImageCaption(layer, row) {
-  const out = showsIncoming(layer), gives = out === (state.measure === "share"), key = state.hover?.col, best = largestEntries(row, 3, 0.001);
-  const list = best.flatMap(([j, w], n) => [n ? ", " : "", `${formatNumber(w)} ${gives ? "to" : "from"} `, buildItemName(layer, out ? "rows" : "columns", j)]);
+  const out = showsIncoming(layer), verb = state.measure === "weight" ? (out ? " is attended to by " : " attends to ") : out ? " gives to " : " gets from ", key = state.hover?.col, best = largestEntries(row, 3, 0.001);
+  const list = best.flatMap(([j, w], n) => [n ? ", " : "", buildItemName(layer, out ? "rows" : "columns", j), ` ${formatNumber(w)}`]);
   const special = out ? layer.image.special[0] : layer.image.special[1];
   let specialWeight = 0;
   for (let j = 0; j < special; j++) specialWeight += row[j];
-  $("caption").replaceChildren(htmlElement("b", {}, selectedHeadName()), " ", buildItemName(layer, "rows", state.node), gives ? " gives " : " gets ", ...(list.length ? list : ["nothing"]), ".",
+  $("caption").replaceChildren(htmlElement("b", {}, selectedHeadName()), " ", buildItemName(layer, "rows", state.node), verb, ...(list.length ? list : ["nothing"]), ".",
     htmlElement("span", { class: "hint" }, layer.image.block > 1 ? " The weight of a block is the sum over the patches of the key block, the mean over the patches of the query block." : "", !hasQueryPatches(layer) ? " Hover over the image to read single weights." : state.lock ? " Locked; Escape releases it." : ` Hover over a ${itemNoun(layer, "rows")}; click to lock it.`));
   $("readout").replaceChildren(...(key == null
     ? [special && !out ? `On special tokens, which are not in the image: ${formatPercent(specialWeight)}.` : ""]
-    : [buildItemName(layer, "rows", state.node), out ? " ← " : " → ", buildItemName(layer, "columns", key), ": ", htmlElement("b", {}, formatWeight(row[key]))]));
+    : [buildItemName(layer, "rows", state.node), verb, buildItemName(layer, "columns", key), ": ", htmlElement("b", {}, formatWeight(row[key]))]));
 }
 
 // Build the image, the special tokens and the direction buttons, in place of the text.
@@ -211,7 +211,8 @@ function buildImageViewer(stage) {
 function drawInputImage() {
   const layer = selectedLayer(), box = document.querySelector(".photo");
   if (!layer.image || !box) return;
-  const [width, height] = fitImage(Math.min(280, innerWidth * 0.36), innerHeight < 700 ? 120 : 156);
+  const widest = isWideLayer(layer) ? innerWidth * 0.56 : Math.min(280, innerWidth * 0.36);
+  const [width, height] = fitImage(widest, innerHeight < 700 ? 120 : 156);
   const ctx = resizeAndClearCanvas(box, width, height);
   ctx.drawImage(photo.image, 0, 0, width, height);
   framePatch(ctx, layer, state.node, width, height);

@@ -19,7 +19,7 @@ function changeLevelOrHiding(changes) {
     if (!pair) return null;
     const findItem = (list, side, i) => {
       if (i === null) return null;
-      const after = listItems(layer, side, changes.level ?? state.level, changes.hide ?? state.hide), piece = list[i]?.pieces[0];
+      const after = listItems(layer, side, itemLevel(layer, state.head, changes.level ?? state.level), canMergePieces(layer, state.head) && (changes.hide ?? state.hide)), piece = list[i]?.pieces[0];
       const index = after.findIndex((item) => item.pieces.includes(piece));
       return index < 0 ? undefined : index;
     };
@@ -71,7 +71,7 @@ function toggleHelp() {
       ? "A vision model splits an image into patches and has many attention heads. In each head, every patch distributes its attention over all patches and special tokens. These shares are the weights; those of one patch sum to 1."
       : "A model reads a text with many attention heads. In each head, every word distributes its attention over all words. These shares are the weights; those of one word sum to 1."),
     htmlElement("p", {}, "A large weight may have little effect: a head adds weight × vector to a word, and some vectors are close to zero. ", htmlElement("b", {}, "Contribution"), " is the norm of what is added, |weight × Wₒ v|, as a share of the row."),
-    htmlElement("p", {}, "A head is named by its layer and its index, both counted from 0: ", htmlElement("b", {}, selectedHeadName()), ` is head ${selectedLayer().heads[state.head]} of layer ${selectedLayer().number}. The colour of a frame is the role of the head, if it has one.`),
+    htmlElement("p", {}, "A head is named by its layer and its index, both counted from 0: ", htmlElement("b", {}, selectedHeadName()), ` is head ${selectedLayer().heads[state.head]} of attention layer ${selectedLayer().number}, in the order in which the layers ran. Where the model numbers its layers differently, a row of the mosaic shows the model’s number first: “3 · L9”. The colour of a frame is the role of the head, if it has one.`),
     htmlElement("h2", {}, "Keyboard shortcuts"),
     htmlElement("dl", {}, [...KEYS.map(([key, action]) => [key, action]), ...otherKeys].flatMap(([key, action]) => [htmlElement("dt", {}, htmlElement("kbd", {}, key)), htmlElement("dd", {}, action)])));
   box.showModal();
@@ -84,9 +84,10 @@ function moveInMosaicByKey(key) {
   else if (key === "ArrowLeft") next = tiles[index - 1];
   else {
     const perRow = selected.perRow, down = key === "ArrowDown" ? 1 : -1, head = selected.head + down * perRow;
-    next = tiles.find((tile) => tile.layerIndex === selected.layerIndex && tile.head === head) ?? tiles.find((tile) => tile.layerIndex === selected.layerIndex + down && tile.head === (layers.length > 1 ? Math.min(selected.head % perRow, tile.layer.heads.length - 1) : -1));
+    const order = mosaicGroups.flatMap((group) => group.rows.map((row) => row.layerIndex)), nextLayer = order[order.indexOf(selected.layerIndex) + down];
+    next = tiles.find((tile) => tile.layerIndex === selected.layerIndex && tile.head === head) ?? tiles.find((tile) => tile.layerIndex === nextLayer && tile.head === Math.min(selected.head % perRow, tile.layer.heads.length - 1));
   }
-  if (next) { selectHead(next.layerIndex, next.head); next.button.focus(); }
+  if (next) { selectHead(next.layerIndex, next.head); next.button.focus({ preventScroll: true }); }
 }
 
 function moveInHeatmapByKey(event) {

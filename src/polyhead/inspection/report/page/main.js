@@ -16,16 +16,19 @@ async function startPage() {
   $("finding").hidden = !record.finding;
   $("notes").replaceChildren(...record.notes.map((note) => htmlElement("p", { dir: "auto" }, note)), htmlElement("p", { class: "hint" }, "Made with Polyhead. All data is in this file; it makes no network requests."));
   // words and pieces differ only if a word has several pieces, or a piece that is spelled differently
-  if (!record.texts.some((text) => text.words.length + text.word_of.filter((word) => word === null).length < text.pieces.length || text.pieces.some((piece, i) => text.word_of[i] !== null && piece !== text.words[text.word_of[i]]))) document.querySelector('[data-key="level"]').hidden = true;
+  if (!record.texts.some((text) => text.labels || text.words.length + text.word_of.filter((word) => word === null).length < text.pieces.length || text.pieces.some((piece, i) => text.word_of[i] !== null && piece !== text.words[text.word_of[i]]))) document.querySelector('[data-key="level"]').hidden = true;
   if (layers.every((layer) => layer.display !== "matrix")) { document.querySelector('[data-key="level"]').hidden = true; $("hide").hidden = true; }
   const graph = layers.find((layer) => layer.kind === "graph");
   if (graph) { await graph.loadMosaicArrays(); state.node = pickInitialNode(graph); }
   document.body.classList.toggle("imaged", Boolean(record.image));
+  document.body.classList.toggle("wide", layers.some(isWideLayer));
   if (record.image) { await loadInputImage(); selectInitialPatch(); }
   await selectedLayer().loadHeadArrays(state.head);
-  buildMosaic();
   buildRoleFilters();
   buildExportMenu();
+  // the mosaic's room depends on the height of the input above it
+  buildInputView();
+  buildMosaic();
   drawAllViews();
   bindTextEvents();
   $("hide").onclick = () => changeLevelOrHiding({ hide: !state.hide });
@@ -38,7 +41,7 @@ async function startPage() {
     if (innerWidth === width) return;
     width = innerWidth;
     clearTimeout(startPage.resizeTimer);
-    startPage.resizeTimer = setTimeout(() => { tiles.length = 0; $("grid").replaceChildren(); buildMosaic(); drawAllViews(); paintMosaic(); }, 120);
+    startPage.resizeTimer = setTimeout(() => { tiles.length = 0; $("grid").replaceChildren(); buildInputView(); buildMosaic(); drawAllViews(); paintMosaic(); }, 120);
   });
   document.documentElement.dataset.ready = Math.round(performance.now());
   await paintMosaic();

@@ -7,33 +7,100 @@ const scratchCanvas = document.createElement("canvas");
 const widestLayer = layers.reduce((a, b) => (b.heads.length > a.heads.length ? b : a));
 const maxHeads = widestLayer.heads.length;
 
+// Components of a module name that do not tell two stacks of layers apart.
+const GENERIC_NAMES = new Set(["layer", "layers", "h", "block", "blocks", "model", "transformer", "module", "bert", "roberta"]);
+
+// The stack that a layer belongs to, such as "decoder", its number in that stack (null if its name has none), and the kind of its attention.
+function describeLayer(layer) {
+  const parts = layer.name.split("."), at = parts.findIndex((part) => /^\d+$/.test(part));
+  const stack = parts.slice(0, Math.max(0, at)).filter((part) => !GENERIC_NAMES.has(part)).join(".");
+  const kind = layer.kind === "graph" ? "graph" : /^(self|cross)-/.test(layer.attention) ? layer.attention
+    : /cross|encdec|enc_dec|encoder_attn|multihead_attn/i.test(layer.name) ? "cross-attention" : /self/i.test(layer.name) ? "self-attention" : "attention";
+  return { stack, kind, number: at < 0 ? null : Number(parts[at]) };
+}
+
+// The layers of the mosaic from top to bottom, in groups such as "decoder, cross-attention", with the labels of their rows.
+const mosaicGroups = (() => {
+  const groups = new Map(), places = layers.map(describeLayer), stacks = new Set(places.map((place) => place.stack));
+  // both numbers are shown if a layer's number in its stack is not its running number
+  const showBoth = places.some((place, i) => place.number !== null && place.number !== layers[i].number);
+  layers.forEach((layer, layerIndex) => {
+    const { stack, kind, number } = places[layerIndex], label = [stacks.size > 1 ? stack : "", kind].filter(Boolean).join(", ");
+    if (!groups.has(label)) groups.set(label, { label, rows: [] });
+    groups.get(label).rows.push({ layer, layerIndex, label: showBoth && number !== null ? `${number} · L${layer.number}` : `L${layer.number}` });
+  });
+  return [...groups.values()];
+})();
+
+const TILE_GAP = 3, DENSE_GAP = 1, GROUP_HEIGHT = 18, MIN_TILE = 9;
+// Tiles are as wide as their maps, where all of them are wide.
+const tileAspect = record.image && layers.every((layer) => layer.image) ? Math.min(6, Math.max(1, record.image.width / record.image.height)) : layers.every(isWideLayer) ? 3 : 1;
+
+// The size of the tiles: as large as the width allows, and smaller if all rows then fit above the fold.
+function layOutMosaic(grid, perRow, labelWidth) {
+  const rows = mosaicGroups.flatMap((group) => group.rows).reduce((sum, { layer }) => sum + Math.ceil(layer.heads.length / perRow), 0);
+  const others = (mosaicGroups.length > 1 ? mosaicGroups.length * GROUP_HEIGHT : 0) + (layers.length > 1 ? 18 : 0) + 8;
+  // the colour scale below the mosaic is visible too; on a wide page the mosaic is below the map, one screen further down
+  const roomBelow = innerHeight - (document.body.classList.contains("wide") ? 140 : grid.getBoundingClientRect().top + scrollY) - 46;
+  const available = Math.max(document.body.classList.contains("imaged") ? 500 : 420, Math.min(900, roomBelow));
+  const widthFor = (gap) => Math.floor((grid.clientWidth - 6 - labelWidth) / perRow) - gap, heightFor = (gap) => Math.floor((Math.max(260, roomBelow) - others) / rows) - gap;
+  const sizeFor = (limit) => {
+    const spacious = Math.min(widthFor(TILE_GAP), limit(TILE_GAP) * tileAspect), dense = spacious < 18 * tileAspect;
+    const gap = dense ? DENSE_GAP : TILE_GAP, frames = dense ? 2 : 4;
+    const width = dense ? Math.min(widthFor(gap), Math.floor(limit(gap) * tileAspect)) : Math.floor(spacious), height = Math.round((width - frames) / tileAspect) + frames;
+    // low tiles of matrices use the width that is left
+    return { width: tileAspect === 1 && !record.image ? Math.max(width, Math.min(widthFor(gap), 2 * height)) : width, height, dense };
+  };
+  grid.style.maxHeight = grid.style.overflowY = "";
+  const unlimited = sizeFor(() => 96), fitting = sizeFor(heightFor);
+  const isTall = ({ height, dense }) => rows * (height + (dense ? DENSE_GAP : TILE_GAP)) + others > available;
+  if (!isTall(unlimited)) return unlimited;
+  if (fitting.height >= MIN_TILE && fitting.width >= MIN_TILE) { grid.style.maxHeight = "none"; return fitting; }
+  // the rows are scrolled: measure the width beside the scrollbar
+  grid.style.maxHeight = `${available}px`;
+  grid.style.overflowY = "scroll";
+  const scrolled = sizeFor(() => 18 / tileAspect + 3);
+  return { ...scrolled, width: Math.max(MIN_TILE, scrolled.width), height: Math.max(MIN_TILE, scrolled.height) };
+}
+
 function buildMosaic() {
   const grid = $("grid");
   // a single layer with many heads is wrapped
   const perRow = layers.length === 1 ? Math.min(maxHeads, maxHeads > 4 ? Math.ceil(maxHeads / Math.ceil(maxHeads / 6)) : maxHeads) : maxHeads;
-  const available = grid.clientWidth - 34, dense = available / perRow < 21;
-  const size = dense ? Math.max(9, Math.floor(available / perRow) - 1) : Math.min(96, Math.floor(available / perRow) - 3);
-  grid.style.setProperty("--tile", `${size}px`);
-  grid.style.setProperty("--across", perRow);
+  const longest = Math.max(...mosaicGroups.flatMap((group) => group.rows.map(({ label }) => label.length))), labelWidth = Math.max(28, 6 * longest + 6);
+  const { width, height, dense } = layOutMosaic(grid, perRow, labelWidth);
+  for (const [name, value] of Object.entries({ label: `${labelWidth - (dense ? DENSE_GAP : TILE_GAP)}px`, tile: `${width}px`, "tile-height": `${height}px`, across: perRow })) grid.style.setProperty(`--${name}`, value);
   grid.classList.toggle("dense", dense);
   frameWidth = dense ? 1 : 2;
   const header = htmlElement("div", { class: "line top", role: "row" }, htmlElement("span", { class: "name" }));
-  if (layers.length > 1) for (let h = 0; h < perRow; h++) header.append(htmlElement("span", { class: "name", role: "columnheader" }, size >= 24 ? `H${widestLayer.heads[h]}` : h % (dense ? 4 : 2) ? "" : `${widestLayer.heads[h]}`));
+  const step = width >= 24 ? 1 : width >= 12 ? 2 : 4;
+  if (layers.length > 1) for (let h = 0; h < perRow; h++) header.append(htmlElement("span", { class: "name", role: "columnheader" }, width >= 24 ? `H${widestLayer.heads[h]}` : h % step ? "" : `${widestLayer.heads[h]}`));
   if (layers.length > 1) grid.append(header);
-  layers.forEach((layer, layerIndex) => {
-    for (let begin = 0; begin < layer.heads.length; begin += perRow) {
-      const row = htmlElement("div", { class: "line", role: "row" }, htmlElement("span", { class: "name", role: "rowheader", title: layer.name }, begin ? "" : `L${layer.number}`));
+  for (const group of mosaicGroups) {
+    if (mosaicGroups.length > 1) grid.append(htmlElement("div", { class: "group" }, group.label));
+    for (const { layer, layerIndex, label } of group.rows) for (let begin = 0; begin < layer.heads.length; begin += perRow) {
+      const row = htmlElement("div", { class: "line", role: "row" }, htmlElement("span", { class: "name", role: "rowheader", title: layer.name }, begin ? "" : label));
       layer.heads.slice(begin, begin + perRow).forEach((_, step) => row.append(buildTile(layer, layerIndex, begin + step, perRow)));
       grid.append(row);
     }
-  });
+  }
   mosaicCanvas = htmlElement("canvas", { class: "sheet", "aria-hidden": "true" });
   mosaicVeil = htmlElement("canvas", { class: "sheet", "aria-hidden": "true", hidden: true });
-  const [width, height] = [grid.scrollWidth, grid.scrollHeight];
+  const [fullWidth, fullHeight] = [grid.scrollWidth, grid.scrollHeight];
   grid.prepend(mosaicCanvas, mosaicVeil);
-  resizeAndClearCanvas(mosaicCanvas, width, height);
-  resizeAndClearCanvas(mosaicVeil, width, height);
-  for (const tile of tiles) Object.assign(tile, { x: tile.button.offsetLeft + frameWidth, y: tile.button.offsetTop + frameWidth, inner: size - 2 * frameWidth });
+  resizeAndClearCanvas(mosaicCanvas, fullWidth, fullHeight);
+  resizeAndClearCanvas(mosaicVeil, fullWidth, fullHeight);
+  for (const tile of tiles) Object.assign(tile, { x: tile.button.offsetLeft + frameWidth, y: tile.button.offsetTop + frameWidth, width: width - 2 * frameWidth, height: height - 2 * frameWidth });
+  scrollToSelectedTile();
+}
+
+// Scroll the mosaic, not the page, so that the selected head is visible.
+function scrollToSelectedTile() {
+  const grid = $("grid"), button = tiles.find((tile) => tile.layerIndex === state.layer && tile.head === state.head)?.button;
+  if (!button) return;
+  const margin = button.offsetHeight, top = button.offsetTop, bottom = top + button.offsetHeight;
+  if (top - margin < grid.scrollTop) grid.scrollTop = top - margin;
+  else if (bottom + margin > grid.scrollTop + grid.clientHeight) grid.scrollTop = bottom + margin - grid.clientHeight;
 }
 
 function buildTile(layer, layerIndex, head, perRow) {
@@ -71,21 +138,30 @@ async function paintMosaic() {
 // All tiles share one canvas below their buttons: hundreds of canvases would be slow.
 function paintTile(tile) {
   if (!tile.ready) return;
-  const ctx = mosaicCanvas.getContext("2d"), { x, y, inner } = tile;
-  ctx.clearRect(x, y, inner, inner);
+  const ctx = mosaicCanvas.getContext("2d"), { x, y } = tile;
+  ctx.clearRect(x, y, tile.width, tile.height);
   ctx.globalAlpha = tile.dimmed ? 0.13 : 1;
   if (tile.layer.display !== "matrix") {
     ctx.save();
     ctx.translate(x, y);
-    (tile.layer.image ? drawImageTile : drawGraphTile)(ctx, tile.layer, tile.head, inner);
+    drawPictureTile(ctx, tile.layer, tile.head, tile.width, tile.height);
     ctx.restore();
   } else if (tile.matrix) {
     const { data, height, width } = tile.matrix;
-    ctx.imageSmoothingEnabled = height > inner;
+    ctx.imageSmoothingEnabled = height > tile.height || width > tile.width;
     ctx.imageSmoothingQuality = "high";
-    ctx.drawImage(drawMatrix(data, height, width, scratchCanvas), x, y, inner, inner);
+    if (tile.layer.hasMask) { ctx.fillStyle = themeColour("--rule"); ctx.fillRect(x, y, tile.width, tile.height); }
+    ctx.drawImage(drawMatrix(data, height, width, scratchCanvas), x, y, tile.width, tile.height);
   }
   ctx.globalAlpha = 1;
+}
+
+// Draw the tile of a head on an image or on a graph.
+function drawPictureTile(ctx, layer, head, width, height) {
+  if (layer.image) { drawImageTile(ctx, layer, head, width, height); return; }
+  const size = Math.min(width, height);
+  ctx.translate((width - size) / 2, (height - size) / 2);
+  drawGraphTile(ctx, layer, head, size);
 }
 
 // Highlight the row or the column of the pointed word in every tile.
@@ -97,16 +173,16 @@ function highlightMosaic() {
   ctx.imageSmoothingEnabled = false;
   for (const tile of tiles) {
     if (!tile.matrix || tile.dimmed || !haveSameItems(tile.layer, selectedLayer())) continue;
-    const { x, y, inner } = tile, { data, height: rows, width: columns } = tile.matrix;
-    const rowSpan = cellSpanInPixels(target.row, current.rows, tile.layer.queries, rows, inner, tile.layer.complete);
-    const columnSpan = cellSpanInPixels(target.col, current.cols, tile.layer.keys, columns, inner, tile.layer.complete);
+    const { x, y, width, height } = tile, { data, height: rows, width: columns } = tile.matrix;
+    const rowSpan = cellSpanInPixels(target.row, current.rows, tile.layer.queries, rows, height, tile.layer.complete);
+    const columnSpan = cellSpanInPixels(target.col, current.cols, tile.layer.keys, columns, width, tile.layer.complete);
     ctx.fillStyle = veilColour;
-    ctx.fillRect(x, y, inner, inner);
+    ctx.fillRect(x, y, width, height);
     // a row of one or two pixels would be invisible: draw it at least five pixels high
     if (rowSpan) {
-      const drawnHeight = Math.max(5, rowSpan.size), top = Math.max(0, Math.min(inner - drawnHeight, rowSpan.from + (rowSpan.size - drawnHeight) / 2));
-      ctx.drawImage(drawMatrix(data.subarray(rowSpan.cell * columns, (rowSpan.cell + 1) * columns), 1, columns, scratchCanvas), x, y + top, inner, drawnHeight);
-    } else if (columnSpan) ctx.clearRect(x + columnSpan.from, y, columnSpan.size, inner);
+      const drawnHeight = Math.max(5, rowSpan.size), top = Math.max(0, Math.min(height - drawnHeight, rowSpan.from + (rowSpan.size - drawnHeight) / 2));
+      ctx.drawImage(drawMatrix(data.subarray(rowSpan.cell * columns, (rowSpan.cell + 1) * columns), 1, columns, scratchCanvas), x, y + top, width, drawnHeight);
+    } else if (columnSpan) ctx.clearRect(x + columnSpan.from, y, columnSpan.size, height);
   }
 }
 
@@ -174,6 +250,7 @@ function drawColourScale() {
 }
 
 watch("layer head search roles paint", updateMosaicSelection);
+watch("layer head", scrollToSelectedTile);
 watch("measure level hide theme node direction", paintMosaic);
 watch("hover lock layer", highlightMosaic);
 watch("measure theme layer", drawColourScale);

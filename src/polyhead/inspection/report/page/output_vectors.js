@@ -13,7 +13,7 @@ function drawOutputVectors() {
   const limit = Math.max(...vectors.map((vector) => Math.max(...vector.map(Math.abs)))) || 1;
   const canvas = htmlElement("canvas", { role: "img", "aria-label": `The outputs of ${heads} heads for ${row.label}, concatenated${output ? " and mapped by W_O" : ""}` });
   box.replaceChildren(
-    htmlElement("div", { class: "head" }, htmlElement("h2", { id: "vectors-name" }, "From heads to output, for ", tokenElement(row.pieces.length > 1 ? listItems(layer, "rows", "piece", false)[i].label : row.label)),
+    htmlElement("div", { class: "head" }, htmlElement("h2", { id: "vectors-name" }, "From heads to output, for ", tokenElement(row.pieces.length > 1 ? listItems(layer, "rows", pieceLevel(), false)[i].label : row.label)),
       htmlElement("span", { class: "hint" }, "Each head outputs one vector. They are concatenated", output ? ` and mapped by Wₒ to the layer’s ${width} features (without its bias).` : ". This layer has no Wₒ.")),
     canvas, htmlElement("p", { class: "hint legend" }, buildSwatch(-1), ` −${formatNumber(limit)}`, buildSwatch(0), " 0", buildSwatch(1), ` ${formatNumber(limit)} in a head’s vector`,
       output ? ` · ±${formatNumber(Math.max(...output.map(Math.abs)))} in the output` : "", " · the number under a head is the norm of its vector. Hover over another word to see its vectors."));

@@ -50,7 +50,7 @@ class Layer {
 
   // Load the arrays that the mosaic needs, for all heads.
   async loadMosaicArrays() {
-    const names = this.complete || this.display !== "matrix" ? Object.keys(this.arrays) : ["contribution_norms", "weight map", "share map"];
+    const names = this.complete || this.display !== "matrix" ? Object.keys(this.arrays) : ["contribution_norms", "weight map", "share map", "reach"];
     await Promise.all(names.filter((name) => this.arrays[name]).map(async (name) => { this.loaded[name] = await loadArray(this.arrays[name]); }));
   }
 
@@ -62,7 +62,6 @@ class Layer {
   // Load the arrays of one head.
   async loadHeadArrays(head) {
     await this.loadMosaicArrays();
-    if (this.arrays.reach) this.loaded.reach ??= await loadArray(this.arrays.reach);
     if (this.tensors.has(head)) return;
     const refs = this.exact[this.heads[head]] ?? {};
     const tensors = {};
@@ -75,6 +74,26 @@ class Layer {
     this.tensors.set(head, tensors);
     // of long texts only the last 24 heads stay in memory
     if (this.tensors.size > 24) this.tensors.delete(this.tensors.keys().next().value);
+  }
+
+  // Whether query i may attend to key j; true if this is not known.
+  allows(head, i, j) {
+    const { reach, scores } = this.loaded;
+    if (reach) return j >= reach[i] && j < reach[this.queries + i];
+    return !scores || scores[(head * this.queries + i) * this.keys + j] > -Infinity;
+  }
+
+  // Whether some pair is known not to be allowed.
+  get hasMask() {
+    const { reach, scores } = this.loaded, { queries, keys } = this;
+    this.mask ??= reach ? reach.some((bound, n) => (n < queries ? bound > 0 : bound < keys)) : Boolean(scores?.some((score) => score === -Infinity));
+    return this.mask;
+  }
+
+  // Whether some query may attend to the key `by` positions after its own.
+  allowsOffset(head, by) {
+    for (let i = 0, j = this.keys - this.queries + by; i < this.queries; i++, j++) if (j >= 0 && j < this.keys && this.allows(head, i, j)) return true;
+    return false;
   }
 
   // The norm of what a weight of 1 on key j adds to the output.
@@ -155,9 +174,26 @@ class Layer {
     const [, height, width] = this.arrays[`${measure} map`].shape;
     const bytes = this.loaded[`${measure} map`], data = new Float32Array(height * width);
     for (let n = 0; n < data.length; n++) data[n] = (bytes[head * data.length + n] / 255) ** 2;
+    const allowed = this.allowedMapCells(height, width);
+    if (allowed) for (let n = 0; n < data.length; n++) if (!allowed[n]) data[n] = NaN;
     return { data, height, width };
+  }
+
+  // For each cell of a map whether it has an allowed pair; null if all have.
+  allowedMapCells(height, width) {
+    if (!this.hasMask || !this.loaded.reach) return null;
+    if (this.mapCells?.length === height * width) return this.mapCells;
+    const { queries, keys, loaded: { reach } } = this, cells = new Uint8Array(height * width);
+    for (let i = 0; i < queries; i++) {
+      const at = Math.floor((i * height) / queries) * width, first = reach[i], stop = reach[queries + i];
+      if (stop > first) cells.fill(1, at + Math.floor((first * width) / keys), at + Math.floor(((stop - 1) * width) / keys) + 1);
+    }
+    return (this.mapCells = cells);
   }
 }
 
 const layers = record.layers.map((layer) => new Layer(layer));
+
+// Whether a map has many more columns than rows, as in speech recognition: it needs the width of the page.
+const isWideLayer = (layer) => (layer.image ? record.image.width >= 2 * record.image.height : layer.display === "matrix" && layer.keys > 48 && layer.keys >= 3 * layer.queries);
 const cardsOfHead = (layer, head) => record.cards.filter((card) => card.layer === layer.number && card.head === layer.heads[head]);

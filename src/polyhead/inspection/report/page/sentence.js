@@ -152,7 +152,7 @@ function drawArcs(current, target) {
     const self = !cross && i === j, tint = weightColour(Math.max(0.16, w)), [x, y] = to[j];
     const d = self ? selfLoopPath(...from[i]) : taperedCurvePath(bezierCurve(from[i], to[j], cross ? null : rise * (0.2 + 0.8 * Math.min(1, Math.abs(from[i][0] - x) / maxDistance) ** 0.75)), w);
     const path = svgElement("path", { d, fill: self ? "none" : tint, stroke: self ? tint : "none", "stroke-width": self ? 1 + 2.6 * w : null, class: "arc" },
-      svgElement("title", {}, `${current.rows[i].label} → ${current.cols[j].label}: ${formatNumber(w)}`));
+      svgElement("title", {}, `${current.rows[i].label} attends to ${current.cols[j].label}: ${formatNumber(w)}`));
     return svgElement("g", {}, path, self ? null : svgElement("circle", { cx: x, cy: y, r: 2 + 2.6 * w, fill: tint }));
   }));
 }

@@ -16,10 +16,15 @@ function drawWeightExplanation(box) {
   if (!rows[cell.row] || !cols[cell.col]) { queueMicrotask(() => setState({ cell: null })); return; }
   const shownValue = weightOfPair(current, cell.row, cell.col), pair = strongestPiecePair(current, cell);
   const back = htmlElement("button", { class: "back", title: "Back to the head (Escape)", on: { click: () => setState({ cell: null }) } }, "‹ Back");
-  const parts = [back, htmlElement("h2", { class: "how" }, "How ", tokenElement(rows[cell.row].label), " → ", tokenElement(cols[cell.col].label), " is computed")];
+  if (!isAllowed(current, cell.row, cell.col)) {
+    box.replaceChildren(back, htmlElement("h2", { class: "how" }, tokenElement(rows[cell.row].label), " cannot attend to ", tokenElement(cols[cell.col].label)),
+      htmlElement("p", { class: "norole" }, `This pair is masked: ${describeDisallowed(current, cell.row, cell.col)}.`));
+    return;
+  }
+  const parts = [back, htmlElement("h2", { class: "how" }, "How much ", tokenElement(rows[cell.row].label), " attends to ", tokenElement(cols[cell.col].label))];
   if (rows[cell.row].pieces.length * cols[cell.col].pieces.length > 1) {
-    const pieceLabel = (side, i) => listItems(layer, side, "piece", false)[i].label;
-    parts.push(htmlElement("p", { class: "hint" }, "Words with several pieces: this is the pair ", tokenElement(pieceLabel("rows", pair.i)), " → ", tokenElement(pieceLabel("columns", pair.j)),
+    const pieceLabel = (side, i) => listItems(layer, side, pieceLevel(), false)[i].label;
+    parts.push(htmlElement("p", { class: "hint" }, "Words with several pieces: this is the pair ", tokenElement(pieceLabel("rows", pair.i)), ", which attends to ", tokenElement(pieceLabel("columns", pair.j)),
       `. Between the words it is ${formatNumber(shownValue, 3)}: the sum over the pieces of the key, the mean over the pieces of the query.`));
   }
   parts.push(...(layer.detailLevel(head) === "averaged"
@@ -30,7 +35,7 @@ function drawWeightExplanation(box) {
 
 function buildExplanationSteps(layer, head, { i, j, w, row }) {
   const tensors = layer.tensors.get(head), list = [];
-  const names = listItems(layer, "columns", "piece", false);
+  const names = listItems(layer, "columns", pieceLevel(), false), allowed = Array.from(row, (_, n) => n).filter((n) => layer.allows(head, i, n));
   if (tensors?.q) {
     const { q, k, dim } = tensors;
     const a = q.subarray(i * dim, (i + 1) * dim), b = k.subarray(j * dim, (j + 1) * dim), product = a.map((x, d) => x * b[d]);
@@ -43,8 +48,7 @@ function buildExplanationSteps(layer, head, { i, j, w, row }) {
       buildEquation([["sum", dot], [`× ${Math.abs(layer.scale - dim ** -0.5) < 1e-6 ? `1/√${dim}` : "scale"}`, layer.scale], ...(Math.abs(bias) > 1e-6 ? [["+ position or bias", bias]] : []), ["= score", score + bias]], "score"),
     );
   } else list.push(htmlElement("p", { class: "hint" }, `This layer uses ${layer.score} scores, not a dot product of q and k. The softmax over the row is below.`));
-  const length = row.length;
-  list.push(buildExplanationStep("softmax", `e^score as a share of its row of ${length.toLocaleString("en")}`, drawSoftmaxRow(row, j, names)));
+  list.push(buildExplanationStep("softmax", `e^score as a share of its row of ${allowed.length.toLocaleString("en")}`, drawSoftmaxRow(row, j, names, allowed)));
   const norm = layer.valueNorm(head, j), total = layer.contributionTotal(head, row);
   const normName = layer.has_w_o ? "|Wₒ v|" : "|v|";
   list.push(buildEquation([["weight", w], [`× ${normName}`, norm], ["= contribution", w * norm]], "contribution"));
@@ -73,15 +77,15 @@ function drawVectorBars(values, limit = Math.max(...values.map(Math.abs)) || 1) 
     }));
 }
 
-// The weights of a row as bars: the strongest keys, with key j marked, and the sum of the others.
-function drawSoftmaxRow(row, j, names) {
-  const count = row.length <= 14 ? row.length : 10;
-  let list = row.length <= 14 ? Array.from(row, (w, n) => [n, w]) : largestEntries(row, count);
+// The weights of a row as bars: the strongest of the allowed keys, with key j marked, and the sum of the others.
+function drawSoftmaxRow(row, j, names, allowed) {
+  const count = allowed.length <= 14 ? allowed.length : 10;
+  let list = allowed.length <= 14 ? allowed.map((n) => [n, row[n]]) : largestEntries(row, count);
   if (!list.some(([n]) => n === j)) list = [...list.slice(0, count - 1), [j, row[j]]];
   const total = row.reduce((a, b) => a + b, 0), bias = total - list.reduce((a, [, w]) => a + w, 0);
   const maximum = Math.max(...list.map(([, w]) => w), 1e-9);
   const buildShareLine = (label, w, mark) => htmlElement("div", { class: `share${mark ? " mark" : ""}`, "data-weight": w }, label,
     htmlElement("span", {}, htmlElement("i", { style: `width:${Math.max(0.5, (100 * Math.min(w, maximum)) / maximum)}%;background:${weightColour(Math.max(w, 0.02))}` })), htmlElement("b", {}, formatWeight(w)));
   return htmlElement("div", { class: "shares" }, list.map(([n, w]) => buildShareLine(tokenElement(names[n].label), w, n === j)),
-    row.length > list.length ? buildShareLine(htmlElement("em", {}, `${(row.length - list.length).toLocaleString("en")} others`), Math.max(0, bias), false) : null);
+    allowed.length > list.length ? buildShareLine(htmlElement("em", {}, `${(allowed.length - list.length).toLocaleString("en")} others`), Math.max(0, bias), false) : null);
 }
