@@ -210,7 +210,7 @@ def test_a_page_of_words_and_patches(captioning, opened):
     weights = captioning["across"].weights
     assert page.locator("[data-token]").all_inner_texts() == WORDS
     page.click('[data-token="3"]')
-    assert "grass gives" in page.inner_text("#caption")
+    assert "grass attends to" in page.inner_text("#caption")
     box = page.locator("#plot .picture").bounding_box()
     page.mouse.move(box["x"] + 5.5 * box["width"] / 7, box["y"] + 2.5 * box["height"] / 5)
     # the image holds keys only: hovering reads a weight, and a click keeps the word

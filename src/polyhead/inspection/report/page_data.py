@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from polyhead._checks import check_integer
@@ -299,6 +299,14 @@ def _largest_weight_error(layer: PageLayer, index: int, rough: list[Tensor], lse
     found = ((rough[0][rows] @ rough[1].T) * layer.score_scale - lse[rows, None]).exp()
     off = (found - true.reshape(found.shape)).abs() * (true.reshape(found.shape) > 0)
     return float(off.max()) if bool(off.isfinite().all()) else torch.inf
+
+
+def _has_several_keys(layer: PageLayer) -> Bool[Tensor, " queries"]:
+    """Whether each query may attend to more than one key; True if this is not known."""
+    if layer.key_intervals is None:
+        return torch.ones(layer.query_and_key_counts[0], dtype=torch.bool)
+    first, stop = layer.key_intervals
+    return stop - first > 1
 
 
 def _graph_layer_to_json(layer: PageLayer, blobs: ArrayBlobs) -> JsonObject:

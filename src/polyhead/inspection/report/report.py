@@ -35,6 +35,7 @@ from polyhead.inspection.report.page_data import (
 from polyhead.inspection.report.page_texts import PageTexts, Texts
 from polyhead.inspection.roles.role_cards import Card, FoundRoles
 from polyhead.inspection.view_properties import count_batch_entries
+from polyhead.models import Tokens
 
 
 @torch.no_grad()
