@@ -31,7 +31,7 @@ from polyhead.neighbourhood import (
     broadcasts_to,
     intersection_parts,
 )
-from polyhead.position import Position
+from polyhead.position import Position, RelativeBias, Rotary
 from polyhead.score import Dot, Score
 
 DEFAULT_SCORE = Dot()
@@ -106,11 +106,8 @@ def find_lattice(position: Position, over: Neighbourhood, queries: int, keys: in
     """The lattice whose coordinates a position uses; None for a position along the sequence."""
     lattice = over.lattice
     if position.axes is None:
-        if lattice is not None and lattice.queries_differ_from_keys:
-            raise ValueError(
-                f"position must have axes for {over!r}, whose queries are not at the keys' positions, got "
-                f"{type(position).__name__} along the sequence; pass one such as Rotary(axes=2)"
-            )
+        if lattice is not None:
+            _check_sequence_position_on_grid(position, over, lattice)
         return None
     if lattice is None or len(lattice.sizes) != position.axes:
         sizes = ", ".join(("height", "width", "depth")[: position.axes]) if position.axes < 4 else "…"
@@ -120,6 +117,23 @@ def find_lattice(position: Position, over: Neighbourhood, queries: int, keys: in
         )
     lattice.check("Grid", Sizes((), 1, queries, keys))
     return lattice
+
+
+def _check_sequence_position_on_grid(position: Position, over: Neighbourhood, lattice: Lattice) -> None:
+    """Raise where a position along the sequence would count points row by row, and there is one for the axes of the grid."""
+    axes, name = len(lattice.sizes), type(position).__name__
+    on_grid = {Rotary: f"Rotary(axes={axes})", RelativeBias: f"RelativeBias(num_heads, window=({', '.join('7' * axes)}))"}
+    right = next((call for kind, call in on_grid.items() if isinstance(position, kind)), None)
+    if lattice.queries_differ_from_keys:
+        raise ValueError(
+            f"position must have axes for {over!r}, whose queries are not at the keys' positions, got {name} along the "
+            f"sequence; pass one such as {right or on_grid[Rotary]}"
+        )
+    if axes > 1 and right is not None:
+        raise ValueError(
+            f"position must have {axes} axes for {over!r}, got {name} along the sequence, which counts points row by row; "
+            f"pass {right}, or a bool mask as over to count row by row"
+        )
 
 
 def lattice_coordinates(
