@@ -55,6 +55,9 @@ def draw(random: Random) -> Case | convolution.Case:
     call["dim"], call["value_dim"] = min(call["dim"], 24), min(call["value_dim"], 24)
     prefix = random.choice((0, 0, 0, 1, 2)) if not sparse and not offsets else 0
     along = draw_position(random, call["dim"]) if not sparse else ("none",)
+    if axes > 1 and along[0] in ("rotary", "relative"):
+        # refused: both have a form for the axes of a grid
+        along = ("alibi",)
     position = call.pop("position") or random.choice((("none",), along, draw_grid_position(random, axes, call["dim"])))
     if position[0] in ("quadratic", "window bias") and call["dtype"] in ("bfloat16", "float16"):
         # it is added to a bias in the dtype of its own weights

@@ -234,7 +234,7 @@ def test_vmap_over_lengths_masks_and_segments():
         (keep, Padding, Padding(keep)),
         (ids, Segments, Segments(ids)),
         (keep[:, None] & keep[:, :, None], Mask, Mask((keep[:, None] & keep[:, :, None])[:, None])),
-        (keep[:, None].int().expand(3, 7, 7), Mask, Mask(keep[:, None, None])),
+        (keep[:, None].expand(3, 7, 7), Mask, Mask(keep[:, None, None])),
     ]:
         expected = mha(x, over=batched)[0]
         mapped = torch.func.vmap(lambda one, own, make=make: mha(one, over=make(own))[0])(x, argument)

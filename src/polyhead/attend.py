@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 from jaxtyping import Float, Int
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
+from polyhead._foreign_arguments import ATTEND, foreign_argument_error
 from polyhead.kernels import Call, Kernel, OutputAndLse, candidate_kernels, compute_attention_weights
 from polyhead.kernels.reference import non_sink_share
 from polyhead.neighbourhood import Neighbourhood
@@ -29,6 +30,7 @@ def attend(
     dropout: float = 0.0,
     seed: Int[Tensor, ""] | int | None = None,
     kernel: str | None = None,
+    **foreign: NoReturn,
 ) -> Float[Tensor, "... heads queries value_dim"]:
     """Multi-head attention: for each query, the mean of the values, weighted by softmax(score(q, k)).
 
@@ -49,6 +51,8 @@ def attend(
     Raises:
         ValueError: if an argument does not fit the others; the message names it and the rule.
     """
+    if foreign:
+        raise foreign_argument_error("attend", foreign, ATTEND)
     options = AttentionOptions(over, score, position, bias, sink, dropout, seed)
     return run_call(check_and_make_call(q, k, v, options), kernel)[0]
 

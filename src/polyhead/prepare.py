@@ -19,6 +19,7 @@ from polyhead._checks import (
     describe_type,
     short_repr,
 )
+from polyhead._foreign_arguments import hint_for_position
 from polyhead._torch import to_at_least_fp32
 from polyhead.kernels import Call
 from polyhead.neighbourhood import (
@@ -31,7 +32,7 @@ from polyhead.neighbourhood import (
     broadcasts_to,
     intersection_parts,
 )
-from polyhead.position import Position
+from polyhead.position import Position, RelativeBias, Rotary
 from polyhead.score import Dot, Score
 
 DEFAULT_SCORE = Dot()
@@ -60,7 +61,9 @@ def check_and_make_call(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptio
     lattice = None
     if position is not None:
         if not isinstance(position, Position):
-            raise WrongType(f"position must be a Position such as Rotary(), got {short_repr(position)}")
+            raise WrongType(
+                f"position must be a Position such as Rotary(), got {short_repr(position)}{hint_for_position(position)}"
+            )
         position.check(q.shape[-3], q.shape[-1])
         lattice = find_lattice(position, over, q.shape[-2], k.shape[-2])
         query_points, key_points = lattice_coordinates(lattice, q.device)
@@ -95,6 +98,8 @@ def make_call(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, lattic
         bias = _check_bias(bias, over, q, k)
     if position is not None:
         relative_bias, bias = _position_bias(position, lattice, over, bias, q, k)
+    if sink is not None and sink.layout != torch.strided:
+        check_dense_tensor("sink", sink, "of one number per head")
     if sink is not None and (sink.shape != q.shape[-3:-2] or not sink.is_floating_point()):
         raise ValueError(
             f"sink must be floating-point numbers, one per head, of shape ({q.shape[-3]},), got {describe_type(sink)}"
@@ -106,11 +111,8 @@ def find_lattice(position: Position, over: Neighbourhood, queries: int, keys: in
     """The lattice whose coordinates a position uses; None for a position along the sequence."""
     lattice = over.lattice
     if position.axes is None:
-        if lattice is not None and lattice.queries_differ_from_keys:
-            raise ValueError(
-                f"position must have axes for {over!r}, whose queries are not at the keys' positions, got "
-                f"{type(position).__name__} along the sequence; pass one such as Rotary(axes=2)"
-            )
+        if lattice is not None:
+            _check_sequence_position_on_grid(position, over, lattice)
         return None
     if lattice is None or len(lattice.sizes) != position.axes:
         sizes = ", ".join(("height", "width", "depth")[: position.axes]) if position.axes < 4 else "…"
@@ -120,6 +122,26 @@ def find_lattice(position: Position, over: Neighbourhood, queries: int, keys: in
         )
     lattice.check("Grid", Sizes((), 1, queries, keys))
     return lattice
+
+
+def _check_sequence_position_on_grid(position: Position, over: Neighbourhood, lattice: Lattice) -> None:
+    """Raise where a position along the sequence would count points row by row, and there is one for the axes of the grid."""
+    axes, name = len(lattice.sizes), type(position).__name__
+    on_grid = {
+        Rotary: f"Rotary(axes={axes})",
+        RelativeBias: f"RelativeBias(num_heads, window=({', '.join('7' * axes)}))",
+    }
+    right = next((call for kind, call in on_grid.items() if isinstance(position, kind)), None)
+    if lattice.queries_differ_from_keys:
+        raise ValueError(
+            f"position must have axes for {over!r}, whose queries are not at the keys' positions, got {name} along the "
+            f"sequence; pass one such as {right or on_grid[Rotary]}"
+        )
+    if axes > 1 and right is not None:
+        raise ValueError(
+            f"position must have {axes} axes for {over!r}, got {name} along the sequence, which counts points row by row; "
+            f"pass {right}, or a bool mask as over to count row by row"
+        )
 
 
 def lattice_coordinates(
@@ -156,6 +178,7 @@ def _position_bias(
 def _check_seed(seed: Tensor | int, device: torch.device) -> Int[Tensor, ""]:
     if not isinstance(seed, Tensor):
         return torch.tensor(check_integer("seed", seed, -LARGEST_INT64 - 1, LARGEST_INT64), device=device)
+    check_dense_tensor("seed", seed, "of one integer")
     if seed.numel() != 1 or seed.dtype == torch.bool or seed.is_floating_point() or seed.is_complex():
         raise ValueError(f"seed must be an integer, or a tensor of one integer, got {describe_type(seed)}")
     return seed

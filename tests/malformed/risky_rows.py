@@ -66,7 +66,7 @@ ROWS = [
     Row("Padding", "a length of 2**62", lambda: attend(Q, Q, Q, over=Padding([HUGE])), "^Padding: lengths must be at most .*, got 4611686018427387904"),
     Row("Segments", "ids of 70 bits", lambda: Segments([2**70]), "^Segments: ids must be a tensor", TypeError),
     *(Row("Graph", f"num_nodes={n}", lambda n=n: Graph([[0], [1]], n), "^Graph: num_nodes must be an integer in") for n in (LARGEST, 2**40, HUGE)),
-    *(Row("Graph", f"an edge to {n}", lambda n=n: Graph([[0], [n]]), "^edge_index must have fewer than .*nodes") for n in (2**40, HUGE)),
+    *(Row("Graph", f"an edge to {n}", lambda n=n: Graph([[0], [n]]), "^edge_index must have fewer than .*nodes") for n in (2**40, HUGE, 2**63 - 1)),
     *(Row("ALiBi", f"num_heads={n}", lambda n=n: ALiBi(n), "^ALiBi: num_heads must be an integer in") for n in (HUGE, LARGEST)),
     Row("RelativeBias", "num_heads=2**62", lambda: RelativeBias(HUGE), "^RelativeBias: num_heads must be an integer in"),
     Row("RelativeBias", "buckets=2**62", lambda: RelativeBias(2, buckets=HUGE), "^RelativeBias: buckets must be an integer in"),

@@ -303,8 +303,13 @@ def test_degrees_of_zero_and_other_devices():
 
 
 def test_edges_passed_as_a_mask_are_refused():
-    with pytest.raises(ValueError, match=r"for edges use Graph\(edge_index\)"):
-        MultiHeadAttention(6, num_heads=2)(torch.randn(3, 6), over=PAIRS)
+    layer = MultiHeadAttention(6, num_heads=2)
+    # two edges among two nodes have the shape of a mask, and may be zeros and ones
+    for pairs, nodes in ((PAIRS, 3), (torch.tensor([[0, 1], [1, 0]]), 2), (torch.ones(2, 2).int(), 2)):
+        with pytest.raises(ValueError, match=r"for edges pass Graph\(edge_index, num_nodes\)"):
+            layer(torch.randn(nodes, 6), over=pairs)
+    with pytest.raises(ValueError, match=r"for edges as a sparse matrix pass Graph\(matrix\)"):
+        layer(torch.randn(3, 6), over=torch.eye(3).to_sparse())
 
 
 def test_a_filter_of_another_size_is_refused():

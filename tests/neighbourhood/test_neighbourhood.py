@@ -50,8 +50,8 @@ def test_an_intersection_allows_what_every_part_allows():
         Causal() & 3
 
 
-def test_masks_may_differ_by_head_and_take_zeros_and_ones():
-    keep = torch.tensor([[[1, 0]], [[0, 1]]])
+def test_masks_may_differ_by_head():
+    keep = torch.tensor([[[True, False]], [[False, True]]])
     assert picture(Mask(keep), 1, 2, (), 2) == ["x.", ".x"]
 
 
@@ -92,8 +92,8 @@ def call(over, batch=3, heads=4, queries=5, keys=7):
             r"Mask: keep must be bool.*got torch.float32; .*pass bias=.*keep = mask == 0",
         ),
         (
-            lambda: call(torch.full((5, 7), 2)),
-            r"Mask: keep must be bool, or 0 and 1 .*got torch.int64 with other values",
+            lambda: call(torch.ones(5, 7).int()),
+            r"Mask: keep must be bool, .*got torch.int32; for a mask of 0 and 1 .*pass keep\.bool\(\), for lengths Padding",
         ),
         (
             lambda: call(torch.ones(7).bool()),
@@ -113,7 +113,7 @@ def call(over, batch=3, heads=4, queries=5, keys=7):
             r"Mask: keep must broadcast to .* = \(3, 4, 5, 7\), got shape \(5, 6\)",
         ),
         (lambda: call(torch.ones(12, 5, 7).bool()), r"splits batch and heads"),
-        (lambda: call(torch.tensor([[3, 4, 5]])), r"for lengths use Padding\(lengths\)"),
+        (lambda: call(torch.tensor([[3, 4, 5]])), r"for lengths Padding\(lengths\)"),
         (lambda: call(Causal), r"over must be a neighbourhood such as Causal\(\) .*, got the class Causal"),
         (lambda: call("causal"), r"over must be a neighbourhood such as Causal\(\) .*, got str"),
     ],

@@ -230,10 +230,10 @@ def test_error_messages(make, message):
 
 
 def test_unknown_argument_raises_type_error():
-    with pytest.raises(TypeError, match="takes no argument 'mask'"):
-        layer()(torch.randn(2, 11, 30), mask=None)
-    with pytest.raises(TypeError, match="takes no argument 'heads'"):
-        layer(heads=3)
+    with pytest.raises(TypeError, match="takes no argument 'masq'"):
+        layer()(torch.randn(2, 11, 30), masq=None)
+    with pytest.raises(TypeError, match="takes no argument 'headz'"):
+        layer(headz=3)
 
 
 def test_attend_error_messages():

@@ -10,7 +10,8 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from polyhead._checks import check_dense_tensor, describe_type
-from polyhead._torch import is_tracing_or_dataless, register_pytree_class
+from polyhead._foreign_arguments import hint_for_mask, hint_for_over
+from polyhead._torch import register_pytree_class
 from polyhead.neighbourhood.shapes import KeyInterval, Sizes, broadcasts_to, interval_around_true
 
 if TYPE_CHECKING:
@@ -187,25 +188,14 @@ class Mask(Neighbourhood):
         if not isinstance(value, Tensor):
             raise ValueError(
                 "over must be a neighbourhood such as Causal() or Padding(lengths), or a bool tensor that is True where attention "
-                f"is allowed, got {describe_type(value)}"
+                f"is allowed, got {describe_type(value)}{hint_for_over(value)}"
             )
-        check_dense_tensor("Mask: keep", keep, "(..., queries, keys)")
-        if keep.is_floating_point() or keep.is_complex():
-            raise ValueError(
-                f"Mask: keep must be bool, True where attention is allowed, got {keep.dtype}; to add numbers to the scores pass "
-                "bias=...; for an additive mask, 0 where attention is allowed, pass keep = mask == 0"
-            )
+        if keep.layout != torch.strided or keep.is_nested:
+            check_dense_tensor("Mask: keep", keep, "(..., queries, keys)", hint=hint_for_mask(keep))
         if keep.dtype != torch.bool:
-            if not is_tracing_or_dataless(keep) and not bool(((keep == 0) | (keep == 1)).all()):
-                raise ValueError(
-                    f"Mask: keep must be bool, or 0 and 1 (1 = may attend), got {keep.dtype} with other values; "
-                    + (
-                        "for edges use Graph(edge_index)"
-                        if keep.shape[:1] == (2,)
-                        else "for lengths use Padding(lengths)"
-                    )
-                )
-            keep = keep.bool()
+            raise ValueError(
+                f"Mask: keep must be bool, True where attention is allowed, got {keep.dtype}; {hint_for_mask(keep)}"
+            )
         if keep.dim() < 2:
             raise ValueError(
                 f"Mask: keep must have shape (..., queries, keys), got {tuple(keep.shape)}; for padded keys use Padding(keep)"

@@ -10,7 +10,8 @@ from jaxtyping import Bool, Float, Int, Integer
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from polyhead._checks import LARGEST_INT32, WrongType, as_tensor, check_integer, short_repr
+from polyhead._checks import LARGEST_INT32, LARGEST_INT64, WrongType, as_tensor, check_integer, short_repr
+from polyhead._foreign_arguments import GRAPH, PyGData, read_pyg_data, translate_foreign_arguments
 from polyhead._old_checkpoints import GRAPH_FIELDS
 from polyhead._torch import is_tracing_or_dataless, to_at_least_fp32
 from polyhead.neighbourhood.base import Neighbourhood, as_neighbourhood, intersection_parts
@@ -26,7 +27,8 @@ class Graph(Neighbourhood):
 
     Args:
         edge_index: integers `(2, edges)`, sources in the first row and destinations in the second; or a sparse matrix with a
-            row per destination and a column per source, whose entries are the `weights` of the edges.
+            row per destination and a column per source, whose entries are the `weights` of the edges; or PyG's `Data`, of which
+            `edge_index` and `num_nodes` are used.
         num_nodes: the number of nodes (default: the largest index + 1); `(sources, destinations)` for a bipartite graph, in
             which keys are sources and queries are destinations.
         features: numbers `(edges, dim)` for a score with edge features: `GATv2(…, edge_dim=dim)`.
@@ -35,13 +37,17 @@ class Graph(Neighbourhood):
 
     tensors = ("csr", "features", "weights", "edge_ids")
 
+    @translate_foreign_arguments(GRAPH)
     def __init__(
         self,
-        edge_index: Integer[Tensor, "2 edges"] | Tensor,
+        edge_index: Integer[Tensor, "2 edges"] | Tensor | PyGData,
         num_nodes: int | tuple[int, int] | None = None,
         features: Float[Tensor, "edges dim"] | None = None,
         weights: Float[Tensor, " edges"] | None = None,
     ) -> None:
+        pyg_data = read_pyg_data(edge_index)
+        if pyg_data is not None:
+            edge_index, num_nodes = pyg_data[0], pyg_data[1] if num_nodes is None else num_nodes
         if isinstance(edge_index, Tensor) and edge_index.layout != torch.strided:
             edge_index, num_nodes, weights = _edges_of_sparse_matrix(edge_index, num_nodes, weights)
         edge_index = check_edge_index(edge_index)
@@ -294,6 +300,8 @@ def check_edge_index(edge_index: object) -> Integer[Tensor, "2 edges"]:
     if edges.dim() != 2 or edges.shape[0] != 2:
         transposed = edges.dim() == 2 and edges.shape[1] == 2
         hint = "pass edge_index.T" if transposed else "sources in the first row, destinations in the second"
+        if edges.dim() == 2 and edges.shape[0] == edges.shape[1]:
+            hint = "for an adjacency matrix with a row per source pass matrix.nonzero().T"
         raise ValueError(f"edge_index must have shape (2, edges), got {tuple(edges.shape)}; {hint}")
     # torch makes an empty list a tensor of floats
     if edges.numel() == 0:
@@ -302,7 +310,8 @@ def check_edge_index(edge_index: object) -> Integer[Tensor, "2 edges"]:
         raise ValueError(
             f"edge_index must be integers, the indices of nodes, got {edges.dtype}; pass edge_index.long()"
         )
-    return edges
+    # torch has no maximum of these dtypes; an index beyond 63 bits becomes negative, which is refused
+    return edges.long() if edges.dtype in (torch.uint16, torch.uint32, torch.uint64) else edges
 
 
 def _check_num_nodes(num_nodes: object, edge_index: Tensor) -> tuple[int, int]:
@@ -311,7 +320,8 @@ def _check_num_nodes(num_nodes: object, edge_index: Tensor) -> tuple[int, int]:
             raise ValueError(
                 "num_nodes must be passed inside torch.compile and torch.func, and for tensors without values, got None"
             )
-        nodes = int(edge_index.max()) + 1 if edge_index.numel() else 0
+        # the operator takes 64 bits, and refuses as many nodes
+        nodes = min(int(edge_index.max()), LARGEST_INT64 - 1) + 1 if edge_index.numel() else 0
         return max(nodes, 0), max(nodes, 0)
     pair = num_nodes if isinstance(num_nodes, (tuple, list)) else (num_nodes, num_nodes)
     if len(pair) != 2:

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from polyhead._checks import MAX_HEADS, check_integer, check_numel
+from polyhead._checks import MAX_HEADS, check_dense_tensor, check_integer, check_numel
+from polyhead._foreign_arguments import (
+    ATTENTION_LAYER,
+    ATTENTION_LAYER_CALL,
+    foreign_argument_error,
+    translate_foreign_arguments,
+)
 from polyhead._torch import is_fx_proxy, record_fx_call, refuse_scripting
 from polyhead.attend import Explanation, explain_call, run_call
 from polyhead.heads import Heads, Origin
@@ -20,13 +26,7 @@ from polyhead.neighbourhood import Dense, Lattice, Neighbourhood, Sizes, as_neig
 from polyhead.nn import surgery, weight_manifolds
 from polyhead.nn.attention_checks import SCORES_BY_NAME, check_constructor_options, check_shared_projections
 from polyhead.nn.cache import KeyValueCache, KeyValues, allocate_cache
-from polyhead.nn.checks import (
-    FOREIGN_CALL_ARGUMENTS,
-    FOREIGN_CONSTRUCTOR_ARGUMENTS,
-    check_dropout_rates,
-    check_optional_sizes,
-    foreign_argument_error,
-)
+from polyhead.nn.checks import check_dropout_rates, check_optional_sizes
 from polyhead.nn.projection import (
     check_projected_key_values,
     check_qkv_inputs,
@@ -79,6 +79,7 @@ class MultiHeadAttention(nn.Module):
     It is part of `state_dict`. Loading gives a layer without a gate a fixed one: assign a parameter first to train it.
     """
 
+    @translate_foreign_arguments(ATTENTION_LAYER)
     def __init__(
         self,
         d_model: int,
@@ -101,11 +102,8 @@ class MultiHeadAttention(nn.Module):
         dropout: float = 0.0,
         input_dropout: float = 0.0,
         value_dropout: float = 0.0,
-        **foreign: Any,
     ) -> None:
         super().__init__()
-        if foreign:
-            raise foreign_argument_error(foreign, FOREIGN_CONSTRUCTOR_ARGUMENTS)
         d_model, num_heads = check_integer("d_model", d_model), check_integer("num_heads", num_heads, 1, MAX_HEADS)
         kv_heads, head_dim, value_dim, d_key, d_value, d_out = check_optional_sizes(
             kv_heads=kv_heads, head_dim=head_dim, value_dim=value_dim, d_key=d_key, d_value=d_value, d_out=d_out
@@ -185,7 +183,7 @@ class MultiHeadAttention(nn.Module):
         *,
         bias: Float[Tensor, "... #heads #queries #keys"] | None = None,
         cache: KeyValueCache | None = None,
-        **foreign: Any,
+        **foreign: NoReturn,
     ) -> tuple[Float[Tensor, "... queries d_out"], Heads]:
         """The output, and a view of the heads.
 
@@ -203,12 +201,14 @@ class MultiHeadAttention(nn.Module):
         if is_fx_proxy(query):
             return record_fx_call(self, query, key, value, over, bias=bias, cache=cache, **foreign)
         if foreign:
-            raise foreign_argument_error(foreign, FOREIGN_CALL_ARGUMENTS)
+            raise foreign_argument_error("MultiHeadAttention", foreign, ATTENTION_LAYER_CALL)
         if cache is not None and not isinstance(cache, KeyValueCache):
             raise ValueError(f"cache must be made by mha.cache(batch, length), got {type(cache).__name__}")
         if cache is not None and key is not None and key is not query:
             raise ValueError("key must be left out, or be the query, with a cache, which is for self-attention")
         gate, o_proj = self.gate, self.o_proj
+        if gate is not None and gate.layout != torch.strided:
+            check_dense_tensor("gate", gate, "of one number per head")
         if gate is not None and gate.shape != (self.num_heads,):
             raise ValueError(f"gate must have one number per head, shape ({self.num_heads},), got {tuple(gate.shape)}")
         call, unpadding = self._project_into_call(query, key, value, self._attend_options(over, bias), cache)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from polyhead._checks import WrongType, check_number, short_repr
+from polyhead._foreign_arguments import hint_for_position
 from polyhead.position import Position
 from polyhead.score import GAT, Dot, GATv2, Score
 
@@ -23,7 +24,9 @@ def check_constructor_options(
     if not isinstance(score, Score) and not (isinstance(score, str) and score in SCORES_BY_NAME):
         raise ValueError(f"score must be 'dot', 'gat', 'gatv2' or a Score, got {score!r}")
     if position is not None and not isinstance(position, Position):
-        raise WrongType(f"position must be a Position such as Rotary(), got {short_repr(position)}")
+        raise WrongType(
+            f"position must be a Position such as Rotary(), got {short_repr(position)}{hint_for_position(position)}"
+        )
     if sink is not None and sink != "learned":
         check_number("sink", sink, -math.inf, hint="'learned' makes it a parameter")
     if combine not in ("project", "concat", "mean"):

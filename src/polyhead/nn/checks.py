@@ -1,4 +1,4 @@
-"""Argument checks of the layers: sizes, dropout rates, inputs, and argument names of other libraries."""
+"""Argument checks of the layers: sizes, dropout rates and inputs."""
 
 from __future__ import annotations
 
@@ -8,25 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from polyhead._checks import LARGEST_INT32, MAX_HEADS, check_dense_tensor, check_integer, check_number
-
-FOREIGN_CONSTRUCTOR_ARGUMENTS = {
-    "embed_dim": "d_model",
-    "batch_first": "nothing: tensors are (..., items, features), the batch first",
-    "kdim": "d_key",
-    "vdim": "d_value",
-    "add_zero_attn": "sink=0.0",
-    "add_bias_kv": "nothing here: only the drop-in appends a learned key and value",
-    "device": "with torch.device(device): around the constructor, or .to(device)",
-    "dtype": ".to(dtype)",
-}
-FOREIGN_CALL_ARGUMENTS = {
-    "key_padding_mask": "over=Padding(~key_padding_mask), True = a real key (padded queries get zero; queries=False lets them attend)",
-    "attn_mask": "over=~attn_mask for a bool mask (here True = may attend), bias=attn_mask for numbers to add",
-    "is_causal": "over=Causal()",
-    "need_weights": "nothing: heads is always returned, and costs nothing until heads.weights is read",
-    "average_attn_weights": "heads.weights.mean(-3)",
-    "attention_mask": "over=Padding(attention_mask.bool()), for a mask of shape (batch, keys)",
-}
+from polyhead._foreign_arguments import hint_for_input
 
 
 def check_optional_sizes(**sizes: object) -> list[Any]:
@@ -51,16 +33,36 @@ def check_input_features(name: str, x: Tensor, features: int, layer: nn.Module) 
 
 
 def check_dtype_and_device(layer: nn.Module, **inputs: Tensor) -> None:
-    """Raise unless inputs have the dtype and device of the layer's weights. Under autocast dtypes may differ."""
+    """Raise unless inputs have the dtype and device of the layer's weights. Under autocast, floating-point dtypes other than float64 may differ."""
     weight = next((p for p in layer.parameters() if p.is_floating_point()), None)
-    if weight is None or torch.is_autocast_enabled(weight.device.type):
+    if weight is None:
         return
+    # autocast converts all floating-point dtypes but float64
+    autocast = torch.is_autocast_enabled(weight.device.type) and weight.dtype != torch.float64
     for name, x in inputs.items():
-        if x.dtype != weight.dtype or x.device != weight.device:
+        same_dtype = x.dtype == weight.dtype or (autocast and x.is_floating_point() and x.dtype != torch.float64)
+        if not same_dtype or x.device != weight.device:
             raise ValueError(
                 f"{name} must be {weight.dtype} on {weight.device}, as the layer's weights are, got {x.dtype} on {x.device}; "
-                f"pass {name}.to(…), or move the layer with .to(…)"
+                + _conversion_hint(name, x, weight, same_dtype)
             )
+
+
+def _conversion_hint(name: str, x: Tensor, weight: Tensor, same_dtype: bool) -> str:
+    """How an input, or the layer, gets the dtype and device of the other."""
+    if same_dtype:
+        return f"pass {name}.to({str(weight.device)!r}), or move the layer with layer.to({str(x.device)!r})"
+    hint = hint_for_input(name, x)
+    if hint:
+        return hint[2:]
+    convert = f"pass {name}.to({weight.dtype})"
+    if x.is_floating_point():
+        return (
+            f"{convert}, or convert the layer with layer.{'double()' if x.dtype == torch.float64 else f'to({x.dtype})'}"
+        )
+    return (
+        convert if x.is_complex() or x.dtype == torch.bool else f"{convert}; token ids go through an nn.Embedding first"
+    )
 
 
 class explain_input_mismatch:
@@ -91,18 +93,3 @@ class explain_input_mismatch:
         elif issubclass(kind, (RuntimeError, TypeError, AttributeError)):
             for name, x in self.inputs.items():
                 check_input_features(name, x, self.features, self.layer)
-
-
-def foreign_argument_error(foreign: dict[str, Any], known: dict[str, str]) -> Exception:
-    """The error for arguments of other layers; `known` gives the replacement of each."""
-    unknown = [name for name in foreign if name not in known]
-    if unknown:
-        return TypeError(f"MultiHeadAttention takes no argument {unknown[0]!r}; see help(MultiHeadAttention)")
-    lines = [f"  {name}= becomes {known[name]}" for name in foreign]
-    if sum("over=" in known[name] for name in foreign) > 1:
-        lines.append("  several neighbourhoods are joined with &: over=Causal() & Padding(lengths)")
-    return ValueError(
-        "unsupported arguments of torch.nn.MultiheadAttention or transformers:\n"
-        + "\n".join(lines)
-        + "\nA drop-in with torch's arguments is polyhead.interop.torch.MultiheadAttention"
-    )

@@ -10,6 +10,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from polyhead._checks import check_dense_tensor
+from polyhead._foreign_arguments import hint_for_input
 from polyhead.linalg.skinny_gemm import apply_linear
 from polyhead.nn.cache import KeyValues
 from polyhead.nn.checks import check_dtype_and_device
@@ -77,7 +78,7 @@ def project_queries(
 def project_keys_values(layer: MultiHeadAttention, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     """k and v, after checks of the inputs."""
     for name, x in (("key", key), ("value", value)):
-        check_dense_tensor(name, x, "(..., keys, features)")
+        check_dense_tensor(name, x, "(..., keys, features)", hint=hint_for_input(name, x)[2:])
     if (
         key.dim() < 2
         or key.shape[-1] != layer.d_key
@@ -107,15 +108,18 @@ def check_qkv_inputs(layer: MultiHeadAttention, query: Tensor, key: Tensor, valu
         ("key", key, layer.d_key),
         ("value", value, layer.d_value),
     ):
-        if not isinstance(x, Tensor) or x.is_nested or (x.layout != torch.strided and x.dim() != 2):
-            check_dense_tensor(name, x, f"(..., items, {features}), or a sparse one without a batch")
+        if not isinstance(x, Tensor) or x.is_nested or (x.layout != torch.strided and (x.dim() != 2 or x.is_mkldnn)):
+            described_as = f"(..., items, {features}), or a sparse one without a batch"
+            check_dense_tensor(name, x, described_as, hint=hint_for_input(name, x)[2:])
         shape = x.shape
         if len(shape) < 2 or shape[-1] != features:
             image = len(shape) > 2 and shape[1] == features
-            hint = f"; pass an image as {name}.flatten(2).transpose(1, 2)" if image else ""
+            hint = f"; pass an image as {name}.flatten(2).transpose(1, 2)" if image else hint_for_input(name, x)
             raise ValueError(f"{name} must have shape (..., items, {features}), got {tuple(shape)}{hint}")
         if shape[:-2] != query.shape[:-2]:
-            raise ValueError(f"{name} must have the query's batch {tuple(query.shape[:-2])}, got {tuple(shape[:-2])}")
+            raise ValueError(
+                f"{name} must have the query's batch {tuple(query.shape[:-2])}, got {tuple(shape[:-2])}{hint_for_input(name, x)}"
+            )
     if value.shape[-2] != key.shape[-2]:
         raise ValueError(f"value must have as many items as key, {key.shape[-2]}, got {value.shape[-2]}")
 

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import NoneType
+from typing import NoReturn
 
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from polyhead._checks import WrongType, check_integer, check_numel, describe_type
+from polyhead._foreign_arguments import (
+    TRANSFORMER_LAYER,
+    TRANSFORMER_LAYER_CALL,
+    foreign_argument_error,
+    hint_for_input,
+    translate_foreign_arguments,
+)
 from polyhead._old_checkpoints import TRANSFORMER_LAYER_KEYS, accept_old_state_dict_keys
 from polyhead._torch import is_fx_proxy, record_fx_call, refuse_scripting
 from polyhead.linalg.skinny_gemm import apply_linear
@@ -78,6 +87,7 @@ class TransformerLayer(nn.Module):
         dropout: dropout rate of each sublayer's output.
     """
 
+    @translate_foreign_arguments(TRANSFORMER_LAYER)
     def __init__(
         self,
         attention: MultiHeadAttention,
@@ -128,6 +138,7 @@ class TransformerLayer(nn.Module):
         *,
         memory_over: Neighbourhood | Tensor | None = None,
         cache: KeyValueCache | None = None,
+        **foreign: NoReturn,
     ) -> Float[Tensor, "... items d_model"]:
         """Apply the sublayers.
 
@@ -141,16 +152,10 @@ class TransformerLayer(nn.Module):
         if is_fx_proxy(x):
             recorded: Tensor = record_fx_call(self, x, memory, over, memory_over=memory_over, cache=cache)
             return recorded
-        if isinstance(memory, Neighbourhood):
-            raise ValueError(
-                f"memory must be a tensor or KeyValues, got {memory!r}; pass a neighbourhood as over= or memory_over="
-            )
-        if (memory is None) != (self.cross_attn is None):
-            raise ValueError(
-                "memory must be given: this layer has cross-attention, which attends to it"
-                if memory is None
-                else "memory must be None: this layer has no cross-attention; make it with cross=MultiHeadAttention(…)"
-            )
+        if foreign:
+            raise foreign_argument_error("TransformerLayer", foreign, TRANSFORMER_LAYER_CALL)
+        if (memory is None) != (self.cross_attn is None) or not isinstance(memory, (Tensor, KeyValues, NoneType)):
+            _refuse_memory(memory, self.cross_attn is not None)
         if not isinstance(x, Tensor) or x.dim() < 2 or x.shape[-1] != self.self_attn.d_model:
             check_input_features("x", x, self.self_attn.d_model, self)
         with explain_input_mismatch(self, self.self_attn.d_model, x=x):
@@ -178,10 +183,31 @@ class TransformerLayer(nn.Module):
         return f"norm_first={self.norm_first}, dropout={self.dropout}"
 
 
+def _refuse_memory(memory: object, has_cross: bool) -> None:
+    """Raise for a memory of a layer without cross-attention, for none with it, and for other types."""
+    if memory is None:
+        raise ValueError("memory must be given: this layer has cross-attention, which attends to it")
+    hint = hint_for_input("memory", memory)
+    if isinstance(memory, Neighbourhood):
+        raise ValueError(
+            f"memory must be a tensor or KeyValues, got {memory!r}; pass a neighbourhood as over= or memory_over="
+        )
+    if has_cross:
+        raise WrongType(
+            f"memory must be a tensor (..., keys, features) or KeyValues, got {describe_type(memory)}{hint}"
+        )
+    if hint:
+        raise ValueError(f"memory must be None: this layer has no cross-attention, got {describe_type(memory)}{hint}")
+    raise ValueError("memory must be None: this layer has no cross-attention; make it with cross=MultiHeadAttention(…)")
+
+
 def _check_attention_sublayer(name: str, attention: object) -> None:
     """Raise unless an attention can be a sublayer with a residual connection."""
     if not isinstance(attention, MultiHeadAttention):
-        raise ValueError(f"{name} must be a MultiHeadAttention, got {type(attention).__name__}")
+        hint = "; pass MultiHeadAttention(d_model, num_heads)" if isinstance(attention, int) else ""
+        if isinstance(attention, nn.MultiheadAttention):
+            hint = " of torch; convert it with polyhead.interop.torch.from_torch"
+        raise ValueError(f"{name} must be a MultiHeadAttention, got {type(attention).__name__}{hint}")
     width = attention.value_dim * (attention.num_heads if attention.combine == "concat" else 1)
     width = width if attention.o_proj is None else attention.o_proj.out_features
     if width != attention.d_model:
