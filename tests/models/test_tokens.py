@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from polyhead.models import Tokenizer, Tokens
+from polyhead.models.tokenizer import display_piece
 
 tokenizers = pytest.importorskip("tokenizers", reason="pip install 'polyhead[inspect]'")
 
@@ -220,3 +221,19 @@ def test_tokens_of_pieces_have_no_ids():
     assert names.truncate(1).pieces == ("Ann",) and len(names.truncate(1).ids) == 0
     pieces = Tokens.from_pieces(["[CLS]", "un", "##do"], [None, 0, 0], ["undo"])
     assert pieces.special == (True, False, False) and pieces.words == ("undo",)
+
+
+@pytest.mark.parametrize(
+    ("piece", "shown"),
+    [
+        ("cat", "cat"), ("Ġcat", "cat"), ("▁cat", "cat"), ("##s", "s"), ("cat</w>", "cat"), ("ĠcafÃ©", "café"),
+        ("Ã©", "é"), ("Ġ", "␣"), ("▁▁", "␣␣"), ("Ċ", "↵"), ("ĊĊ", "↵↵"), ("ĠÃ", "\\xc3"), ("##", "##"), ("</w>", "</w>"),
+        ("[CLS]", "[CLS]"), ("był", "był"), ("č", "č"), ("Ġorġ", "Ġorġ"), ("é", "é"), ("猫", "猫"), ("", ""), ("#1", "#1"),
+    ],
+)  # fmt: skip
+def test_pieces_are_displayed_as_plain_text(piece, shown):
+    assert display_piece(piece) == shown
+
+
+def test_labels_of_a_byte_level_text(byte_level):
+    assert "".join(byte_level("the cat").labels).replace("␣", "") == "thecat"

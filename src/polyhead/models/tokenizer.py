@@ -17,6 +17,11 @@ from polyhead._checks import WrongType, check_integer, check_integers, describe_
 from polyhead.models import checkpoint_files
 from polyhead.models.tokenizer_file import BoundedTokenizer
 
+# byte-level BPE: printable bytes are the characters of Latin-1, the others those from U+0100
+_PRINTABLE_BYTES = (*range(33, 127), *range(161, 173), *range(174, 256))
+_BYTE_OF_CHARACTER = {chr(byte): byte for byte in _PRINTABLE_BYTES} | {
+    chr(256 + number): byte for number, byte in enumerate(sorted(set(range(256)) - set(_PRINTABLE_BYTES)))
+}
 _INTEGER_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
@@ -26,7 +31,7 @@ class Tokens:
 
     Attributes:
         ids: their ids in the vocabulary; empty for tokens that no tokenizer made (`from_pieces`).
-        pieces: their text in the vocabulary, such as "cat" and "##s", or "Ġcat" and "s".
+        pieces: their text in the vocabulary, such as "cat" and "##s", or "Ġcat" and "s"; `labels` has it as plain text.
         word_of: the index of the word of each token; None for special tokens such as [CLS], and for blanks.
         words: the words of the text, in its spelling.
         closing: the number of special tokens, such as [SEP], that the tokenizer appended.
@@ -54,6 +59,11 @@ class Tokens:
         return len(self.pieces)
 
     @property
+    def labels(self) -> tuple[str, ...]:
+        """The pieces as plain text, for display."""
+        return tuple(map(display_piece, self.pieces))
+
+    @property
     def special(self) -> tuple[bool, ...]:
         """Whether each token is part of no word, such as [CLS]."""
         return tuple(word is None for word in self.word_of)
@@ -75,6 +85,30 @@ class Tokens:
         words = self.words[: 1 + max((word for word in word_of if word is not None), default=-1)]
         ids = self.ids[indices] if len(self.ids) else self.ids
         return replace(self, ids=ids, pieces=tuple(self.pieces[i] for i in indices), word_of=word_of, words=words)
+
+
+def display_piece(piece: str) -> str:
+    """A piece as plain text: "cat" for "Ġcat", "▁cat" and "cat</w>", "s" for "##s", "é" for "Ã©"; blanks as "␣" and "↵"."""
+    text = _decode_byte_characters(piece).replace("▁", " ")
+    text = text.removesuffix("</w>") or text
+    text = text.removeprefix("##") or text
+    return text.strip() or text.replace(" ", "␣").replace("\n", "↵").replace("\t", "⇥")
+
+
+def _decode_byte_characters(piece: str) -> str:
+    """The text of a piece of byte-level BPE, in which a character is a byte; other pieces as they are."""
+    if piece.isascii() or not all(character in _BYTE_OF_CHARACTER for character in piece):
+        return piece
+    content = bytes(_BYTE_OF_CHARACTER[character] for character in piece)
+    starts_with_blank = piece.startswith(("Ġ", "Ċ"))
+    try:
+        text = content.decode()
+    except UnicodeDecodeError:
+        # a part of a character; without the mark of byte-level BPE it is a letter such as ł
+        return content.decode(errors="backslashreplace") if starts_with_blank else piece
+    if any(unicodedata.category(character) == "Cc" for character in text.strip()):
+        return piece
+    return text if starts_with_blank or len(content) > len(text) else piece
 
 
 class Tokenizer:
