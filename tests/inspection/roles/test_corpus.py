@@ -12,6 +12,7 @@ from polyhead.inspection.roles.corpus import (
     load_shipped_sentences,
     read_gap,
     read_own_pairs,
+    read_plain_text,
     read_treebank,
 )
 
@@ -90,7 +91,7 @@ def test_lines_that_are_not_conllu(tmp_path, line, wrong, said):
     assert str(caught.value).startswith(f"{path}, {said}")
 
 
-@pytest.mark.parametrize("read", [read_treebank, read_gap, read_own_pairs])
+@pytest.mark.parametrize("read", [read_treebank, read_gap, read_own_pairs, read_plain_text])
 def test_files_that_cannot_be_read(tmp_path, read):
     for name, content in {
         "bytes": b"\xff\xfe\xff",
@@ -106,7 +107,13 @@ def test_files_that_cannot_be_read(tmp_path, read):
 
 
 @pytest.mark.parametrize(
-    ("read", "content"), [(read_treebank, "# text = none\n\n"), (read_own_pairs, "# none\n\n"), (read_treebank, "")]
+    ("read", "content"),
+    [
+        (read_treebank, "# text = none\n\n"),
+        (read_own_pairs, "# none\n\n"),
+        (read_treebank, ""),
+        (read_plain_text, " \n\n"),
+    ],
 )
 def test_files_without_a_sentence(tmp_path, read, content):
     (tmp_path / "empty").write_text(content)
@@ -130,6 +137,12 @@ def test_gap_files_of_another_kind(tmp_path):
         read_gap(written(tmp_path, [HEADER, GAP_ROWS[0].replace("\t25\t", "\t24\t")]))
     with pytest.raises(ValueError, match="must have a text whose pronoun refers to one of the two names, got none"):
         read_gap(written(tmp_path, [HEADER, GAP_ROWS[2]]))
+
+
+def test_a_plain_text(tmp_path):
+    lines = ["The cat ran away.", "", "  # Dogs  bark", "猫が走った"]
+    words = [("The", "cat", "ran", "away."), ("#", "Dogs", "bark"), ("猫が走った",)]
+    assert read_plain_text(written(tmp_path, lines)) == [Sentence(of, {}) for of in words]
 
 
 def test_own_pairs(tmp_path):

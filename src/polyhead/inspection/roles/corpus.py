@@ -1,4 +1,4 @@
-"""Annotated sentences: shipped ones, and readers for treebanks, GAP and your own pairs.
+"""Annotated sentences: shipped ones, and readers for treebanks, GAP, plain text and your own pairs.
 
 All return `Sentence`. Files may be compressed with gzip, whatever their names.
 """
@@ -116,6 +116,28 @@ def _iterate_gap(path: str | PathLike[str]) -> Iterator[Sentence]:
         # a pronoun that refers to neither has no right name
         if refers[0] != refers[1]:
             yield _build_gap_sentence(f"{path}, line {line}", entry, "AB" if refers[0] else "BA")
+
+
+def read_plain_text(path: str | PathLike[str]) -> list[Sentence]:
+    """The lines of a text file as sentences without annotations, in words separated by spaces; empty lines are skipped.
+
+    They serve roles that need no grammar: positions, spread and induction.
+
+    Raises:
+        ValueError: with the path, if there is no sentence in it.
+    """
+    sentences = list(_check_sentence_count(path, _iterate_plain_text(path)))
+    if not sentences:
+        raise ValueError(f"{path} must have one sentence per line, got no sentence")
+    return sentences
+
+
+def _iterate_plain_text(path: str | PathLike[str]) -> Iterator[Sentence]:
+    for line, text in enumerate(_read_lines(path), 1):
+        words = tuple(text.split())
+        _check_sentence_length(f"{path}, line {line}", len(words))
+        if words:
+            yield Sentence(words, {})
 
 
 def read_own_pairs(path: str | PathLike[str]) -> list[Sentence]:
