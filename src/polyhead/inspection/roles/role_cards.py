@@ -73,7 +73,7 @@ def wilson_interval(score: float, cases: int, family: int) -> tuple[float, float
 def make_cards(
     heads: Sequence[tuple[int, int]], score_sums: Mapping[str, ScoreSums], family: int, measured_on: str
 ) -> list[Card]:
-    """A card for each head and role.
+    """A card for each head and role that has a case.
 
     Args:
         heads: (layer, head) of each entry of the sums.
@@ -83,16 +83,17 @@ def make_cards(
     """
     cards = []
     for role, (total, weight, base, cases) in score_sums.items():
-        if not cases:
+        if not cases.any():
             continue
         scores = (total / weight.clamp(min=1e-9)).clamp(0, 1)
         # uniform attention cannot be exceeded, so a head is broad relative to the others
-        baselines = scores.mean().expand_as(scores) if role == "broad" else base / weight.clamp(min=1e-9)
+        baselines = scores[cases > 0].mean().expand_as(scores) if role == "broad" else base / weight.clamp(min=1e-9)
         baseline_name = ROLE_BY_NAME[role].baseline if role in ROLE_BY_NAME else OFFSET_BASELINE
-        for (layer, head), score, baseline in zip(heads, scores.tolist(), baselines.tolist(), strict=True):
-            interval = wilson_interval(score, cases, family)
-            card = Card(layer, head, role, score, baseline, cases, *interval)
-            cards.append(card._replace(baseline_name=baseline_name, measured_on=measured_on))
+        of_heads = zip(heads, scores.tolist(), baselines.tolist(), cases.tolist(), strict=True)
+        for (layer, head), score, baseline, number in of_heads:
+            if number:
+                card = Card(layer, head, role, score, baseline, number, *wilson_interval(score, number, family))
+                cards.append(card._replace(baseline_name=baseline_name, measured_on=measured_on))
     return cards
 
 
