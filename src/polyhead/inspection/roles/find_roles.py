@@ -142,7 +142,11 @@ def find_induction_heads(
         rows: how many texts are read.
     """
     if not isinstance(model, nn.Module):
-        raise WrongType(f"model must be a torch.nn.Module, got {describe_type(model)}")
+        raise WrongType(
+            f"model must be a torch.nn.Module, got {describe_type(model)}{'; pass its .model' if hasattr(model, 'model') else ''}"
+        )
+    if run is not None and not callable(run):
+        raise WrongType(f"run must be a function of ids, got {describe_type(run)}")
     vocabulary = (
         torch.arange(check_integer("ids", ids, 1, _MAX_IDS))
         if is_integer(ids)
@@ -151,10 +155,22 @@ def find_induction_heads(
     if not len(vocabulary):
         raise ValueError("ids must be 1 or more to draw from, got none")
     length, rows = check_integer("length", length, 2, _MAX_DRAWN), check_integer("rows", rows, 1, _MAX_DRAWN)
+
+    def record(drawn: Tensor) -> Capture:
+        try:
+            return record_heads(model, run, drawn)
+        except (RuntimeError, TypeError, IndexError, ValueError) as error:
+            raise ValueError(
+                f"model must take ids of shape {tuple(drawn.shape)} up to {int(drawn.max())}, got {describe_type(model)}, which raised: "
+                f"{error!s:.300}; pass other ids, a smaller length, or run="
+            ) from error
+
     with torch.no_grad(), evaluation_mode(model):
-        heads, sums = _score_induction(lambda ids: record_heads(model, run, ids), vocabulary, ((), ()), length, rows)
+        heads, sums = _score_induction(record, vocabulary, ((), ()), length, rows)
     if not heads:
-        raise ValueError(NO_ATTENTION_SEEN)
+        raise ValueError(
+            f"model must make attention calls that `capture` records, got {describe_type(model)}: {NO_ATTENTION_SEEN}"
+        )
     return FoundRoles.from_cards(make_cards(heads, {"induction": sums}, len(heads), _RANDOM_TOKENS_NAME))
 
 
