@@ -16,7 +16,7 @@ from polyhead.inspection.roles.role_cards import Card, make_cards
 from polyhead.inspection.roles.role_scores import PairCounts, ScoreSums, score_positional_roles
 from polyhead.inspection.roles.role_table import Role
 from polyhead.inspection.roles.text_model import TextModel
-from polyhead.inspection.roles.word_attention import compute_word_attention
+from polyhead.inspection.roles.word_attention import compute_word_attention, mask_visible_words
 from polyhead.inspection.view_properties import allowed_keys_mask, describe_unknown_layers, is_self_attention_of
 from polyhead.models import Tokens
 
@@ -136,11 +136,6 @@ def _batch_by_length(corpus: Sequence[tuple[Sentence, Tokens]]) -> list[list[tup
         for size in (max(1, _BATCH_TOKENS // length),)
         for begin in range(0, len(group), size)
     ]
-
-
-def mask_visible_words(tokens: Tokens, allowed: Bool[Tensor, "tokens tokens"]) -> Bool[Tensor, "words words"]:
-    """Which words a word may attend to; words without a token attend to nothing."""
-    return compute_word_attention(allowed.float(), tokens) > 0
 
 
 def _add_score_sums(sums: dict[str, ScoreSums], parts: Mapping[str, ScoreSums], heads: slice, all_heads: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import NormalDist
@@ -97,9 +98,9 @@ def make_cards(
     return cards
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class FoundRoles:
-    """The roles of a model's heads.
+    """The roles of a model's heads; `print` shows them as a table.
 
     Attributes:
         cards: the roles that stand out, ordered by head, the most informative role of a head first.
@@ -130,6 +131,35 @@ class FoundRoles:
         """The heads that have a role, or with `measured` all heads measured for it, by descending score."""
         cards = self.measured if measured else self.cards
         return sorted((card for card in cards if card.role == role), key=lambda card: -card.score)
+
+    def group_by_role(self) -> list[list[Card]]:
+        """The cards of each role, by descending score: in the order of `ROLES`, but those that most heads have last."""
+        order = {role: number for number, role in enumerate(ROLE_BY_NAME)}
+        common = self.common_roles
+        names = dict.fromkeys(card.role for card in self.cards)
+        ordered = sorted(names, key=lambda role: (role in common, order.get(role, len(order))))
+        return [self.cards_of_role(role) for role in ordered]
+
+    @property
+    def common_roles(self) -> frozenset[str]:
+        """The roles that more than half of the measured heads have, such as an attention sink: they distinguish no head."""
+        heads = {(card.layer, card.head) for card in self.measured}
+        counts = Counter(card.role for card in self.cards)
+        return frozenset(role for role, number in counts.items() if 2 * number > len(heads))
+
+    def __repr__(self) -> str:
+        """One line per role: its best head, with its score and baseline."""
+        heads = {(card.layer, card.head) for card in self.measured}
+        rows = [("role", "direction", "head", "score", "baseline", "measured on")]
+        for best, *others in self.group_by_role():
+            name = f"{best.name} and {len(others)} more" if others else best.name
+            rows.append(
+                (best.role, best.direction, name, f"{best.score:.2f}", f"{best.baseline:.2f}", best.measured_on)
+            )
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
+        summary = f"{len(self.heads_without_role)} of {len(heads)} heads have no role."
+        return "\n".join([*(lines if self.cards else ()), summary, *self.notes])
 
     @property
     def heads_without_role(self) -> list[tuple[int, int]]:
