@@ -100,7 +100,7 @@ def test_roles_print_as_a_table():
         "1 of 3 heads have no role.",
         "A note.",
     ]  # fmt: skip
-    assert repr(FoundRoles.from_cards([])) == "0 of 0 heads have no role."
+    assert repr(FoundRoles.from_cards([])) == "No head was measured."
 
 
 def test_the_headline_is_not_what_most_heads_do():

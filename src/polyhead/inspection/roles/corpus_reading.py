@@ -26,7 +26,14 @@ HeadList = list[tuple[int, int]]
 SpecialIdsBeforeAndAfter = tuple[tuple[int, ...], tuple[int, ...]]
 # A sentence of which more than every fifth piece is unknown has lost about a word per clause: what the model reads is another sentence.
 MAX_UNKNOWN_SHARE = 0.2
-_UNIT_OF_CORPUS = {"sentences": "sentences", "pairs": "sentences of your pairs", "GAP": "texts of GAP"}
+_UNKNOWN_WORDS_REMEDY = (
+    "Pass sentences in words that the model knows, one per line (--corpus F, corpus.read_plain_text)."
+)
+_UNIT_OF_CORPUS = {
+    "sentences": ("sentence", "sentences"),
+    "pairs": ("sentence of pairs", "sentences of pairs"),
+    "GAP": ("text of GAP", "texts of GAP"),
+}
 # Tokens that are read in one batch, and numbers in one block of weights.
 _BATCH_TOKENS, _MAX_BLOCK_WEIGHTS = 512, 1 << 22
 
@@ -56,12 +63,14 @@ class CorpusReading:
         known = [entry for entry in short if entry[1].unknown_share <= MAX_UNKNOWN_SHARE]
         self.unknown = len(short) - len(known)
         if self.unknown:
+            remedy = f" {_UNKNOWN_WORDS_REMEDY}" if 2 * self.unknown > len(tokenized) else ""
             self.notes.append(
                 f"{what}: {self.unknown} of {len(tokenized)} texts were left out; more than {MAX_UNKNOWN_SHARE:.0%} of their pieces are "
-                "not in the model's vocabulary."
+                f"not in the model's vocabulary.{remedy}"
             )
         readable = [entry for entry in known if not all(entry[1].special)]
-        self.measured_on = f"{len(readable)} {_UNIT_OF_CORPUS[what]}"
+        one, many = _UNIT_OF_CORPUS[what]
+        self.measured_on = f"{len(readable)} {one if len(readable) == 1 else many}"
         self.batches = _batch_by_length(readable)
 
     @property

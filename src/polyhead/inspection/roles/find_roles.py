@@ -28,8 +28,8 @@ from polyhead.inspection.roles.text_model import RunModel, TextModel, evaluation
 _MAX_IDS, _MAX_DRAWN = 2**24, 2**20
 # Random tokens that are read twice.
 _REPEATED_TOKENS = 25
-_RANDOM_TOKENS_NAME = "random tokens, repeated"
-NO_READABLE_SENTENCE = "Roles were not measured: pass sentences in words that the model knows, one per line (--corpus F, corpus.read_plain_text)."
+_RANDOM_TOKENS_NAME = "repeated random tokens"
+NO_READABLE_SENTENCE = "Roles were not measured: the model can read none of the sentences."
 
 
 def find_roles(

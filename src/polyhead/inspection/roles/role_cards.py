@@ -43,6 +43,15 @@ class Card(NamedTuple):
         return f"L{self.layer}H{self.head}"
 
     @property
+    def role_and_direction(self) -> str:
+        """The role with its direction, as short as it is clear: "determiner → noun", "coreference", "negation, first → second"."""
+        role = ROLE_BY_NAME.get(self.role)
+        if role is None or role.relation is None:
+            return f"{self.role}, {self.direction}" if self.direction else self.role
+        # other relations have one direction, or two of the same kind
+        return self.direction if role.relation.among == "words" and self.direction else self.role
+
+    @property
     def stands_out(self) -> bool:
         """Whether the score is above the threshold, and the interval above the baseline and `unrelated_score`."""
         role = ROLE_BY_NAME.get(self.role)
@@ -158,7 +167,9 @@ class FoundRoles:
             )
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
-        summary = f"{len(self.heads_without_role)} of {len(heads)} heads have no role."
+        summary = (
+            f"{len(self.heads_without_role)} of {len(heads)} heads have no role." if heads else "No head was measured."
+        )
         return "\n".join([*(lines if self.cards else ()), summary, *self.notes])
 
     @property

@@ -19,11 +19,11 @@ function buildRoleCard(card) {
   const facts = [
     [formatNumber(card.score), `95 % interval ${formatNumber(card.low)}–${formatNumber(card.high)}`],
     [formatNumber(card.baseline), "baseline on the same cases"],
-    [card.cases.toLocaleString("en"), card.cases === 1 ? "case" : "cases"],
+    [card.cases.toLocaleString("en"), `${card.cases === 1 ? "case" : "cases"}${card.measured_on ? ` in ${card.measured_on}` : ""}`],
     card.effect === null ? null : [formatSignedNumber(card.effect), "effect of removing the head"],
   ].filter(Boolean);
   return htmlElement("article", { class: "card", style: `--role:${roleColour(card.role)};--line:${roleLineStyle(card.role)}` },
-    htmlElement("h3", {}, card.role),
+    htmlElement("h3", {}, card.role, card.direction ? htmlElement("span", { class: "hint" }, ` ${card.direction}`) : null),
     record.roles[card.role] ? htmlElement("p", {}, record.roles[card.role]) : null,
     htmlElement("div", { class: "gauge", role: "img", "aria-label": `score ${formatNumber(card.score)}, baseline ${formatNumber(card.baseline)}` },
       htmlElement("span", { class: "reach", style: `left:${toCssPercent(card.low)};right:${toCssPercent(1 - card.high)}` }),
