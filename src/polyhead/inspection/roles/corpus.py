@@ -321,9 +321,10 @@ def _resolve_word_number(location: str, name: str, words: tuple[str, ...], occur
         return meant[0]
     if meant:
         # #1 may be a word of the sentence, #01 is then the position
-        positions = [f"#0{number + 1}" if f"#{number + 1}" in words else f"#{number + 1}" for number in meant[:9]]
+        positions = [f"#0{number + 1}" if f"#{number + 1}" in words else f"#{number + 1}" for number in meant[:3]]
+        positions += ["…"] if len(meant) > 3 else []
         raise ValueError(
-            f"{location}: a pair must name one word, got {name!r:.60}, which may be {' or '.join(_describe_words(meant[:9], words))}; "
+            f"{location}: a pair must name one word, got {name!r:.60}, which may be {' or '.join(_describe_words(meant[:3], words))}; "
             f"write {' or '.join(positions)}"
         )
     raise ValueError(f"{location}: a pair must name words of {' '.join(words)!r:.80}, got {name!r:.80}")
