@@ -1,6 +1,8 @@
 """`polyhead inspect`: the page, the printed findings and the error messages."""
 
 import importlib.util
+import json
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -47,18 +49,34 @@ def run(*arguments):
     main(["inspect", *arguments])
 
 
+def read_record(page="heads.html"):
+    return json.loads(re.search(r'id="record">(.*?)</script>', Path(page).read_text(), re.S)[1])
+
+
 def test_demo_prints_findings_and_writes_a_small_offline_page(capsys):
     main(["demo"])
     shown = capsys.readouterr().out
     assert shown.startswith(
         "In L5H11 nearly all words attend to “cat”, so a large weight between two words is no evidence"
     )
-    rows = {line[:16].strip(): line for line in shown.splitlines()}
+    lines = shown.splitlines()
+    rows = {line[:22].strip(): line for line in lines}
     assert rows["previous token"].split()[2] == "L0H2"
     assert rows["next token"].split()[2] == "L1H8"
+    assert rows["determiner → noun"].split()[3] == "L3H1", "the direction is shown"
+    # each role is below the data that it was measured on; what most heads do comes last
+    assert rows["259 sentences:"] in lines and "sentences" not in rows["one word for all"]
+    assert lines.index(rows["one word for all"]) == lines.index(rows["this text:"]) + 1
+    assert lines.index(rows["first token"]) == lines.index(rows["this text:"]) - 1
+    card = read_record()["cards"][0]
+    assert (card["name"], card["role"]) == ("L5H11", "one word for all"), "the page names the role of the headline"
+    assert all(
+        card["measured_on"] == ("this text" if card["role"] == "one word for all" else "259 sentences")
+        for card in read_record()["cards"]
+    )
     assert "43 of 72 heads put more than half of the words' attention on special tokens" in " ".join(shown.split())
     assert "|α W_O v|, 1 do." in " ".join(shown.split())
-    assert "in a → b, a attends to b" in " ".join(shown.split())
+    assert "In a → b, a attends to b" in " ".join(shown.split())
     assert "cat attends to ran: no, at most 0.12" in shown
     assert "ran attends to cat: not specifically (nearly all words do), at most 0.56 (L5H11)" in shown
     page = Path("heads.html").read_text()
@@ -71,6 +89,7 @@ def test_all_lists_every_head(few_sentences, capsys):
     run("Dogs bark.", "--all", "--out", "page.html")
     shown = capsys.readouterr().out
     assert all(f"L{layer}H{head} " in shown for layer in range(6) for head in range(12))
+    assert "measured on" in shown and "8 sentences" in shown
     assert Path("page.html").exists()
 
 
@@ -113,6 +132,43 @@ def test_model_from_a_folder_and_from_transformers(few_sentences, capsys, monkey
     assert capsys.readouterr().out.count("Page written to heads.html") == 3
 
 
+@pytest.fixture
+def small_gpt(monkeypatch):
+    """A random GPT-2 of transformers that knows a dozen words."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    transformers, tokenizers = pytest.importorskip("transformers"), pytest.importorskip("tokenizers")
+    words = ["[UNK]", "the", "cat", "dog", "bird", "saw", "chased", "a", "small", "big", "red", "old"]
+    config = transformers.GPT2Config(
+        vocab_size=len(words), n_embd=32, n_layer=2, n_head=4, bos_token_id=None, eos_token_id=None, n_positions=64
+    )
+    transformers.GPT2Model(config).save_pretrained("small")
+    vocab = {word: number for number, word in enumerate(words)}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, unk_token="[UNK]"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    made.save("small/tokenizer.json")
+    return "small"
+
+
+def test_texts_that_a_model_cannot_read(small_gpt, capsys):
+    run("Whales sing to the stars", "--model", small_gpt)
+    shown = " ".join(capsys.readouterr().out.split())
+    assert shown.startswith("The roles of the heads are not known: small does not know the words of the sentences.")
+    notes = read_record()["notes"]
+    assert notes[0] == "80% of the text's pieces are not in the vocabulary of small, which cannot tell them apart."
+    assert notes[1].startswith("sentences: 259 of 259 texts were left out; more than 20% of their pieces are not in")
+    assert all(note in shown for note in notes[:3]) and "no role" not in shown
+    # with sentences that it can read
+    Path("own.txt").write_text("the small cat saw a big bird\na dog chased the old red bird\n" * 9)
+    run("the cat saw a dog", "--model", small_gpt, "--corpus", "own.txt", "--all")
+    shown = capsys.readouterr().out
+    assert "8 of 8 heads have no role" in shown or " 18 sentences " in shown
+    assert not [note for note in read_record()["notes"] if "vocabulary" in note]
+    Path("pairs.tsv").write_text("the small cat saw a big bird\tcat>small\n" * 9)
+    run("the cat saw a dog", "--model", small_gpt, "--pairs", "pairs.tsv")
+    shown = capsys.readouterr().out
+    assert "not known" not in shown and ("9 sentences of pairs" in shown)
+
+
 def test_roles_from_a_treebank(capsys):
     sentences = Path(corpus.__file__).parent / "sentences.conllu"
     few = "\n\n".join(sentences.read_text().split("\n\n")[:12]) + "\n\n"
@@ -146,6 +202,8 @@ def test_roles_from_a_treebank(capsys):
         (["a", "--model", "pickled"], "zip|pickle|safetensors"),
         (["a", "--model", "cut"], "model.safetensors"),
         (["a", "--treebank", "binary"], "binary"),
+        (["a", "--corpus", "binary"], "binary"),
+        (["a", "--treebank", "b", "--corpus", "c"], "corpus: pass --treebank F or --corpus F, not both"),
     ],
 )
 def test_error_messages(arguments, message, few_sentences, monkeypatch):

@@ -12,8 +12,8 @@ TEXT = Tokens.from_pieces(
 )
 CARDS = (
     Card(0, 2, "previous token", 0.91, 0.25, 40, 0.85, 0.95, 0.08, ("cat", "unlikely", 0.9)),
-    Card(1, 1, "delimiter", 0.7, 0.2, 40, 0.6, 0.8),
-    Card(1, 3, "delimiter", 0.8, 0.2, 40, 0.7, 0.9),
+    Card(1, 1, "delimiter", 0.7, 0.2, 40, 0.6, 0.8, direction="subject → verb"),
+    Card(1, 3, "delimiter", 0.8, 0.2, 40, 0.7, 0.9, measured_on="9 sentences"),
 )
 ROLES = {
     "previous token": "Each token attends to the one before it.",

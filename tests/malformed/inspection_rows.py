@@ -32,6 +32,7 @@ from polyhead.inspection.roles.corpus import (
     find_shipped_sentence,
     read_gap,
     read_own_pairs,
+    read_plain_text,
     read_treebank,
 )
 from polyhead.inspection.roles.find_roles import find_induction_heads, find_roles
@@ -232,13 +233,13 @@ EFFECTS = [
     Row("find_roles_in_text", "batch is too large", lambda: find_roles_in_text(VIEW, batch=7), r"^batch must be an integer in \[0, 0\], got 7"),
     Row("add_text_evidence", "found is a number", lambda: add_text_evidence(3, VIEW), "^found must be a FoundRoles", TypeError),
     Row("add_text_evidence", "heads is a number", lambda: add_text_evidence(find_roles_in_text(VIEW), 3), "^heads must be a Heads", TypeError),
-    Row("ablate", "loss returns a list", lambda: ablate(READER, lambda: [1.0]), "^loss must return a tensor of one number, got list"),
-    Row("ablate", "loss returns many", lambda: ablate(READER, lambda: READER(IDS)), "^loss must return a tensor of one number, got .1, 3, 12."),
+    Row("ablate", "loss returns a list", lambda: ablate(READER, lambda: [1.0]), "^loss must return one number, such as a float or a tensor of one number, got list"),
+    Row("ablate", "loss returns many", lambda: ablate(READER, lambda: READER(IDS)), "^loss must return one number, .*, got shape .1, 3, 12."),
     Row("ablate", "loss is a number", lambda: ablate(READER, 3), "^loss must be a function", TypeError),
     Row("ablate", "loss calls no attention", lambda: ablate(READER, lambda: torch.zeros(())), "^model: no attention call seen"),
     Row("ablate", "model is a string", lambda: ablate("bert", LOSS), "^model must be a torch.nn.Module, got str"),
     Row("importance", "loss is None", lambda: importance(READER, None), "^loss must be a function", TypeError),
-    Row("importance", "loss returns many", lambda: importance(READER, lambda: READER(IDS)), "^loss must return a tensor of one number, got .1, 3, 12."),
+    Row("importance", "loss returns many", lambda: importance(READER, lambda: READER(IDS)), "^loss must return one number, .*, got shape .1, 3, 12."),
     Row("rank_heads", "a list", lambda: rank_heads([1.0]), "^scores must be a dict", TypeError),
     Row("ablate_cumulatively", "by is unknown", lambda: ablate_cumulatively(READER, LOSS, [], by="noise"), "^by must be 'zero' or 'mean', got 'noise'"),
     Row("ablate_cumulatively", "order of another layer", lambda: ablate_cumulatively(READER, LOSS, [("nope", 0)]), "^order: nope made no attention call"),
@@ -274,6 +275,7 @@ EFFECTS = [
     Row("read_gap", "a number", lambda: read_gap(3), "^path must be", TypeError),
     Row("read_own_pairs", "no file", lambda: read_own_pairs("/no/such/file"), "^/no/such/file cannot be read"),
     Row("read_own_pairs", "a folder", lambda: read_own_pairs("/"), "^/ cannot be read"),
+    Row("read_plain_text", "no file", lambda: read_plain_text("/no/such/file"), "^/no/such/file cannot be read"),
 ]  # fmt: skip
 
 ROWS = [*VIEWS, *CAPTURE, *REPORT, *NUMBERS, *EFFECTS]

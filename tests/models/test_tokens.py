@@ -237,3 +237,25 @@ def test_pieces_are_displayed_as_plain_text(piece, shown):
 
 def test_labels_of_a_byte_level_text(byte_level):
     assert "".join(byte_level("the cat").labels).replace("␣", "") == "thecat"
+
+
+def test_the_share_of_unknown_pieces(tokenizer: Tokenizer, byte_level: Tokenizer, tmp_path: Path) -> None:
+    assert tokenizer.unknown_id == 1
+    assert tokenizer("the cat ran").unknown_share == 0.0
+    assert tokenizer("the dog ran home").unknown_share == 0.5
+    assert tokenizer("the cat dog dog").truncate(4).unknown_share == 0.0
+    assert tokenizer("").unknown_share == 0.0
+    # a word that the tokenizer drops is unknown, too
+    assert tokenizer.encode_words(["the", "\u200b"]).unknown_share == 0.5
+    # bytes are all known
+    assert byte_level.unknown_id is None and byte_level("zebra 猫 😀").unknown_share == 0.0
+    assert Tokens.from_pieces(["a", "b"]).unknown_share == 0.0
+    pieces = [("<unk>", 0.0), ("▁cat", -1.0), ("▁", -2.0)]
+    made = tokenizers.Tokenizer(tokenizers.models.Unigram(pieces, unk_id=0))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
+    made.add_special_tokens(["<unk>"])
+    made.save(str(tmp_path / "tokenizer.json"))
+    unigram = Tokenizer.from_pretrained(tmp_path)
+    tokens = unigram("cat dog")
+    assert tokens.words == ("cat", "dog") and tokens.word_of == (0, 1, 1), "an unknown word is not a special token"
+    assert unigram.unknown_id == 0 and tokens.unknown_share == pytest.approx(1 / 3)

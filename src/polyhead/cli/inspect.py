@@ -19,7 +19,7 @@ from polyhead.inspection.measured_heads import MeasuredHeads
 from polyhead.inspection.model_loading import load_model_and_tokenizer
 from polyhead.inspection.report.report import report
 from polyhead.inspection.roles import corpus, headline
-from polyhead.inspection.roles.find_roles import find_roles
+from polyhead.inspection.roles.find_roles import NO_READABLE_SENTENCE, find_roles
 from polyhead.inspection.roles.role_cards import Card, FoundRoles
 from polyhead.inspection.roles.role_table import NO_ROLE, ROLES
 from polyhead.inspection.roles.text_evidence import add_text_evidence
@@ -36,6 +36,11 @@ _TEXTBOOK_PAIRS = (("cat", "ran"), ("ran", "cat"), ("that", "saw"), ("cat", "The
 _MAX_ABLATION_TOKENS = 128
 # Maximum number of roles in the table.
 _MAX_ROLE_ROWS = 20
+# Maximum number of sentences of a plain text that are read.
+_MAX_CORPUS_SENTENCES = 600
+_RIGHT_ALIGNED_COLUMNS = ("score", "95 % interval", "baseline", "effect")
+# Width of the output in a file or a pipe.
+_MIN_PIPE_WIDTH = 140
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -64,6 +69,7 @@ def add_common_options(parser: argparse.ArgumentParser) -> None:
     add("--open", action="store_true", help="open the page in a browser")
     add("--all", action="store_true", help="print every head, not only heads with a role")
     add("--treebank", type=Path, metavar="F", help="measure roles on the sentences of a CoNLL-U file, plain or .gz")
+    add("--corpus", type=Path, metavar="F", help="measure roles that need no grammar on a text, one sentence per line")
     add("--gap", type=Path, metavar="F", help="measure coreference on a GAP file, .tsv or .gz")
     add("--pairs", type=Path, metavar="F", help="measure your own word pairs; see docs/roles.md for the format")
     parser.set_defaults(run=run)
@@ -79,7 +85,7 @@ def run(arguments: argparse.Namespace) -> None:
         # user text is not markup; a file or a pipe has no width that could truncate the table
         console = Console(markup=False, highlight=False)
         if not console.is_terminal:
-            console = Console(markup=False, highlight=False, width=max(120, console.width))
+            console = Console(markup=False, highlight=False, width=max(_MIN_PIPE_WIDTH, console.width))
         _inspect_text_or_image(arguments, Console(stderr=True), console)
     except (ImportError, OSError, ValueError) as error:
         # these errors name the argument or the file: no traceback is needed
@@ -89,6 +95,8 @@ def run(arguments: argparse.Namespace) -> None:
 def _inspect_text_or_image(arguments: argparse.Namespace, stderr: Console, console: Console) -> None:
     if arguments.image is not None and (arguments.text is not None or arguments.file is not None):
         raise ValueError("image: pass a text or --image F, not both")
+    if arguments.treebank is not None and arguments.corpus is not None:
+        raise ValueError("corpus: pass --treebank F or --corpus F, not both")
     if arguments.image is None and arguments.at is not None:
         raise ValueError("at: --at selects a patch of an image; pass --image F too")
     if arguments.image is None:
@@ -117,6 +125,10 @@ def _inspect_text(arguments: argparse.Namespace, stderr: Console, console: Conso
         truncated = tokens.truncate(text_model.positions)
         notes.append(f"The text was truncated to {len(truncated):,} of {len(tokens):,} tokens, the maximum of {name}.")
         tokens = truncated
+    if tokens.unknown_share > 0:
+        notes.append(
+            f"{tokens.unknown_share:.0%} of the text's pieces are not in the vocabulary of {name}, which cannot tell them apart."
+        )
     with stderr.status("Running the model …"), torch.no_grad(), capture(model) as seen:
         try:
             model(tokens.ids[None])
@@ -129,8 +141,10 @@ def _inspect_text(arguments: argparse.Namespace, stderr: Console, console: Conso
     found = _add_ablation_effects(found, model, tokens, stderr)
     notes += found.notes
     effect_note = "The effect of removing a head is 1 − cos between the text's embeddings with and without it."
-    first = headline.pick_headline_card(found)
+    first = headline.pick_headline_card(found, tokens)
     sentence, rest = headline.card_to_sentence(first), headline.count_special_token_heads(measured, tokens)
+    if first is None:
+        sentence = _describe_no_finding(found, name)
     with stderr.status("Writing the page …"):
         report(
             measured, arguments.out, texts=tokens, title=_truncate_title(raw_text), finding=sentence,
@@ -138,6 +152,14 @@ def _inspect_text(arguments: argparse.Namespace, stderr: Console, console: Conso
             notes=[*notes, effect_note, *([] if rest is None else [str(rest)])], roles={role.name: role.meaning for role in ROLES},
         )  # fmt: skip
     _print_findings(console, arguments, measured, tokens, found, sentence, rest, notes)
+
+
+def _describe_no_finding(found: FoundRoles, model_name: str) -> str:
+    """The headline if no role stands out: on which data, or that none was measured."""
+    if NO_READABLE_SENTENCE in found.notes:
+        return f"The roles of the heads are not known: {model_name} does not know the words of the sentences."
+    measured_on = ", ".join(dict.fromkeys(card.measured_on for card in found.measured))
+    return f"No head stands out: no role is above its baseline. Measured on: {measured_on}."
 
 
 def _read_input_text(arguments: argparse.Namespace) -> str:
@@ -163,9 +185,11 @@ def _find_roles(
     arguments: argparse.Namespace, text_model: TextModel, seen: MeasuredHeads, text: Tokens, stderr: Console
 ) -> FoundRoles:
     """Find the roles of the model's heads, with their strongest pairs in this text."""
-    sentences = (
-        None if arguments.treebank is None else corpus.filter_by_length(corpus.read_treebank(arguments.treebank))
-    )
+    sentences = None
+    if arguments.treebank is not None:
+        sentences = corpus.filter_by_length(corpus.read_treebank(arguments.treebank))
+    elif arguments.corpus is not None:
+        sentences = corpus.read_plain_text(arguments.corpus)[:_MAX_CORPUS_SENTENCES]
     gap = () if arguments.gap is None else corpus.read_gap(arguments.gap)
     pairs = () if arguments.pairs is None else corpus.read_own_pairs(arguments.pairs)
     found = find_roles(
@@ -214,15 +238,14 @@ def _print_findings(
     console.print()
     if arguments.all:
         console.print(_build_head_table(found))
-    else:
+    elif found.cards:
+        console.print("Roles, by the data on which they were measured:")
         console.print(_build_role_table(found))
-    measured = next((card.measured_on for card in found.cards if card.measured_on not in ("", "this text")), None)
-    if measured is not None:
-        console.print(
-            f"Scores and baselines were measured on {measured}; the last column is for this text: in a → b, a attends to b."
-        )
+    if any(card.pair is not None for card in found.cards):
+        console.print("In a → b, a attends to b.")
     number = len({(card.layer, card.head) for card in found.measured})
-    console.print(f"{len(found.heads_without_role)} of {number} heads have {NO_ROLE}.")
+    if NO_READABLE_SENTENCE not in found.notes:
+        console.print(f"{len(found.heads_without_role)} of {number} heads have {NO_ROLE}.")
     for line in (*([] if rest is None else [str(rest)]), *notes):
         console.print(line)
     if " ".join(text.words) == EXAMPLE_SENTENCE:
@@ -237,40 +260,44 @@ def _print_findings(
 
 
 def _build_role_table(found: FoundRoles) -> Any:
-    """One row per role: its best head, score and baseline, and the strongest pair in this text."""
+    """One row per role, below the data that it was measured on: its best head, score and baseline, and the strongest pair here."""
     table = _make_rich_table("role", "head", "score", "baseline", "strongest pair here")
-    rows = [(role, found.cards_of_role(role)) for role in dict.fromkeys(card.role for card in found.cards)]
-    order = {role.name: number for number, role in enumerate(ROLES)}
-    for role, cards in sorted(rows, key=lambda row: order.get(row[0], len(order)))[:_MAX_ROLE_ROWS]:
-        more = f" and {len(cards) - 1} more" if len(cards) > 1 else ""
-        score, _, baseline, _, pair = _card_to_table_cells(cards[0])
-        table.add_row(role, cards[0].name + more, score, baseline, pair)
+    groups = found.group_by_role()[:_MAX_ROLE_ROWS]
+    for measured_on in dict.fromkeys(cards[0].measured_on for cards in groups):
+        table.add_row(f"{measured_on}:", style="dim")
+        for best, *others in (cards for cards in groups if cards[0].measured_on == measured_on):
+            more = f" and {len(others)} more" if others else ""
+            score, _, baseline, _, _, pair = _card_to_table_cells(best)
+            table.add_row(best.role_and_direction, best.name + more, score, baseline, pair)
     return table
 
 
 def _build_head_table(found: FoundRoles) -> Any:
     """One row per head and role, with the heads that have no role."""
-    table = _make_rich_table("head", "role", "score", "95 % interval", "baseline", "effect", "strongest pair here")
+    table = _make_rich_table(
+        "head", "role", "score", "95 % interval", "baseline", "effect", "measured on", "strongest pair here"
+    )
     for layer, head in sorted({(card.layer, card.head) for card in found.measured}):
         cards = found.cards_of_head(layer, head)
         for card in cards:
-            table.add_row(card.name, card.role, *_card_to_table_cells(card))
+            table.add_row(card.name, card.role_and_direction, *_card_to_table_cells(card))
         if not cards:
-            table.add_row(f"L{layer}H{head}", NO_ROLE)
+            table.add_row(f"L{layer}H{head}", "not measured" if NO_READABLE_SENTENCE in found.notes else NO_ROLE)
     return table
 
 
 def _card_to_table_cells(card: Card) -> list[str]:
-    """Score, interval, baseline, effect and strongest pair as text."""
+    """Score, interval, baseline, effect, data and strongest pair as text."""
     pair = "" if card.pair is None else f"{card.pair[0]} → {card.pair[1]} {card.pair[2]:.2f}"
     effect = "" if card.effect is None else f"{card.effect:.4f}"
-    return [f"{card.score:.2f}", f"{card.low:.2f}-{card.high:.2f}", f"{card.baseline:.2f}", effect, pair]
+    interval = f"{card.low:.2f}-{card.high:.2f}"
+    return [f"{card.score:.2f}", interval, f"{card.baseline:.2f}", effect, card.measured_on, pair]
 
 
 def _make_rich_table(*columns: str) -> Any:
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, header_style="dim")
-    for number, column in enumerate(columns):
-        table.add_column(column, justify="right" if 1 < number < len(columns) - 1 else "left", no_wrap=True)
+    for column in columns:
+        table.add_column(column, justify="right" if column in _RIGHT_ALIGNED_COLUMNS else "left", no_wrap=True)
     return table

@@ -35,6 +35,7 @@ class Tokens:
         word_of: the index of the word of each token; None for special tokens such as [CLS], and for blanks.
         words: the words of the text, in its spelling.
         closing: the number of special tokens, such as [SEP], that the tokenizer appended.
+        unknown_id: the id that replaces a piece that is not in the vocabulary, such as that of [UNK]; None if there is none.
     """
 
     ids: Int[Tensor, "tokens"]
@@ -42,6 +43,7 @@ class Tokens:
     word_of: tuple[int | None, ...]
     words: tuple[str, ...]
     closing: int = 0
+    unknown_id: int | None = None
 
     @classmethod
     def from_pieces(
@@ -67,6 +69,14 @@ class Tokens:
     def special(self) -> tuple[bool, ...]:
         """Whether each token is part of no word, such as [CLS]."""
         return tuple(word is None for word in self.word_of)
+
+    @property
+    def unknown_share(self) -> float:
+        """The share of the pieces of words that are not in the vocabulary; a word without a piece counts as one."""
+        of_words = self.ids[[not special for special in self.special]] if len(self.ids) else self.ids
+        without_piece = len(set(range(len(self.words))) - set(self.word_of))
+        unknown = 0 if self.unknown_id is None else int((of_words == self.unknown_id).sum())
+        return (unknown + without_piece) / max(1, len(of_words) + without_piece)
 
     def truncate(self, limit: int) -> Tokens:
         """The text truncated to `limit` tokens, including the special tokens at its end; itself if it fits.
@@ -119,6 +129,8 @@ class Tokenizer:
 
     mask_id: int | None
     """The id of the mask token, such as [MASK]; None if the vocabulary has none."""
+    unknown_id: int | None
+    """The id that replaces a piece that is not in the vocabulary, such as that of [UNK]; None if there is none."""
 
     def __init__(self, path: str | Path) -> None:
         if not isinstance(path, (str, PathLike)):
@@ -130,8 +142,8 @@ class Tokenizer:
         }
         self.mask_id = next((special[name] for name in ("[MASK]", "<mask>") if name in special), None)
         # special tokens that are not words even if they occur in the text; the mask and the unknown token represent words
-        unknown = getattr(native.model, "unk_token", None)
-        self._delimiters = set(special.values()) - {self.mask_id, special.get(unknown)}
+        self.unknown_id = self._tokenizer.unknown_id
+        self._delimiters = set(special.values()) - {self.mask_id, self.unknown_id}
         # whether pieces include the space before a word (byte-level BPE), which must then be added to pre-split words
         in_text = self._tokenizer.encode("a b").ids
         alone, spaced = (self._tokenizer.encode(["a", b]).ids for b in ("b", " b"))
@@ -201,7 +213,8 @@ class Tokenizer:
         word_of = tuple(None if word is None else indices.get(word) for word in self._word_indices(encoding))
         special_tokens = encoding.special_tokens_mask
         closing = next((n for n, special in enumerate(reversed(special_tokens)) if not special), 0)
-        return Tokens(torch.tensor(encoding.ids, dtype=torch.long), tuple(encoding.tokens), word_of, words, closing)
+        ids = torch.tensor(encoding.ids, dtype=torch.long)
+        return Tokens(ids, tuple(encoding.tokens), word_of, words, closing, self.unknown_id)
 
 
 def check_sequence_length(ids: Tensor, positions: int, first: int = 0) -> None:

@@ -66,9 +66,11 @@ class BoundedTokenizer:
 
     Attributes:
         native: the tokenizer of the tokenizers library.
+        unknown_id: the id that replaces a piece that is not in the vocabulary; None if there is none.
     """
 
     native: Any
+    unknown_id: int | None
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -88,6 +90,10 @@ class BoundedTokenizer:
             self.native = library.Tokenizer.from_str(content.decode())
         self.native.no_truncation()
         self.native.no_padding()
+        token = getattr(self.native.model, "unk_token", None)
+        # a Unigram model of the library does not tell its id, which the library has checked
+        unknown_id = fields["model"].get("unk_id") if token is None else self.native.token_to_id(token)
+        self.unknown_id = unknown_id if isinstance(unknown_id, int) else None
 
     def encode(self, text: str | Sequence[str]) -> Any:
         """The encoding of a text, or of a list of words.

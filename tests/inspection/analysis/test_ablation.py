@@ -197,7 +197,7 @@ def test_ready_losses():
         (lambda: ablated(by="median"), "by must be 'zero' or 'mean', got 'median'"),
         (
             lambda: ablated(loss=lambda: torch.zeros(3)),
-            r"loss must return a tensor of one number, got \(3,\)",
+            r"loss must return one number, .*, got shape \(3,\)",
         ),
         (
             lambda: ablation.masked_lm_loss(lambda x: x, torch.zeros(1, 3).long(), 1, share=0.0),
@@ -229,3 +229,26 @@ def test_a_loss_may_call_any_part_of_the_model():
     assert len(set(ablation.ablate_cumulatively(model, loss, inside.rank_heads()))) == 7
     with pytest.raises(ValueError, match=r"order: body.layers.7 made no attention call in this loss"):
         ablation.ablate_cumulatively(model, loss, [ablation.Head("body.layers.7", 0)])
+
+
+@pytest.mark.parametrize(
+    "convert", [float, lambda x: x, lambda x: x[None], lambda x: x.numpy(), lambda x: x.numpy()[()]]
+)
+def test_a_loss_is_one_number_of_any_kind(convert, data):
+    model = Model().eval()
+    loss = loss_of(model, data)
+    found = ablation.ablate(model, lambda: convert(loss().detach()))
+    assert_close(found.base, float(loss().detach()))
+    assert_close(dict(found.without), dict(ablation.ablate(model, loss).without))
+
+
+def test_effects_are_ranked_as_importance_is(data):
+    model = Model().eval()
+    loss = loss_of(model, data)
+    found = ablation.ablate(model, loss)
+    assert ablation.rank_heads(found) == found.rank_heads() == ablation.rank_heads(found.without)
+    assert len(ablation.rank_heads(ablation.importance(model, loss))) == 6
+    with pytest.raises(
+        ValueError, match="loss must return a tensor with a gradient, got float; ablate takes any number"
+    ):
+        ablation.importance(model, lambda: float(loss().detach()))

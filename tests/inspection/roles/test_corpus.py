@@ -12,6 +12,7 @@ from polyhead.inspection.roles.corpus import (
     load_shipped_sentences,
     read_gap,
     read_own_pairs,
+    read_plain_text,
     read_treebank,
 )
 
@@ -90,7 +91,7 @@ def test_lines_that_are_not_conllu(tmp_path, line, wrong, said):
     assert str(caught.value).startswith(f"{path}, {said}")
 
 
-@pytest.mark.parametrize("read", [read_treebank, read_gap, read_own_pairs])
+@pytest.mark.parametrize("read", [read_treebank, read_gap, read_own_pairs, read_plain_text])
 def test_files_that_cannot_be_read(tmp_path, read):
     for name, content in {
         "bytes": b"\xff\xfe\xff",
@@ -106,7 +107,13 @@ def test_files_that_cannot_be_read(tmp_path, read):
 
 
 @pytest.mark.parametrize(
-    ("read", "content"), [(read_treebank, "# text = none\n\n"), (read_own_pairs, "# none\n\n"), (read_treebank, "")]
+    ("read", "content"),
+    [
+        (read_treebank, "# text = none\n\n"),
+        (read_own_pairs, "# none\n\n"),
+        (read_treebank, ""),
+        (read_plain_text, " \n\n"),
+    ],
 )
 def test_files_without_a_sentence(tmp_path, read, content):
     (tmp_path / "empty").write_text(content)
@@ -132,12 +139,27 @@ def test_gap_files_of_another_kind(tmp_path):
         read_gap(written(tmp_path, [HEADER, GAP_ROWS[2]]))
 
 
+def test_a_plain_text(tmp_path):
+    lines = ["The cat ran away.", "", "  # Dogs  bark", "猫が走った"]
+    words = [("The", "cat", "ran", "away."), ("#", "Dogs", "bark"), ("猫が走った",)]
+    assert read_plain_text(written(tmp_path, lines)) == [Sentence(of, {}) for of in words]
+
+
 def test_own_pairs(tmp_path):
     lines = ["# verbs", "The cat ran\tran>cat\tverb to subject", "", "the dog and the cat\t4>cat dog>1"]
     assert read_own_pairs(written(tmp_path, lines)) == [
         Sentence(("The", "cat", "ran"), {"verb to subject": ((2, 1),)}),
         Sentence(("the", "dog", "and", "the", "cat"), {"own pairs": ((3, 4), (1, 0))}),
     ]
+
+
+def test_positions_and_numerals_in_own_pairs(tmp_path):
+    # 12 can only be the word, 4 only the position; # always marks a position
+    lines = ["The 12 men saw 2 cats\t12>men 4>cats #5>#6 #2>#1", "room 2\t2>room", "see #2 or #1\t#4>#01"]
+    first, second, third = read_own_pairs(written(tmp_path, lines))
+    assert first.pairs["own pairs"] == ((1, 2), (3, 5), (4, 5), (1, 0))
+    assert second.pairs["own pairs"] == ((1, 0),), "the word 2 is the second word"
+    assert third.pairs["own pairs"] == ((3, 0),)
 
 
 @pytest.mark.parametrize(
@@ -147,9 +169,21 @@ def test_own_pairs(tmp_path):
         ("the cat\t3>cat", "the number of a word must be in [1, 2], got 3"),
         (
             "the cat the\tcat>the",
-            "a pair must name a word that occurs once, got 'the', which is word 1 and 3; write its number",
+            "a pair must name one word, got 'the', which may be word 1, 'the' or word 3, 'the'; write #1 or #3",
         ),
-        ("the cat\tcat", "a pair must be two words of the sentence, such as ran>cat, or their numbers, got 'cat'"),
+        (
+            "The 12 men saw 2 cats\t2>men",
+            "a pair must name one word, got '2', which may be word 5, '2' or word 2, '12'; write #5 or #2",
+        ),
+        ("the cat\t#3>cat", "the number of a word must be in [1, 2], got 3"),
+        (
+            "see #2 or #1\t#2>see #1>see",
+            "a pair must name one word, got '#1', which may be word 4, '#1' or word 1, 'see'; write #4 or #01",
+        ),
+        (
+            "the cat\tcat",
+            "a pair must be two words of the sentence, such as ran>cat, or their positions, such as #3>#2, got 'cat'",
+        ),
         ("the cat\tcat>2", "a pair must name two words, got one word twice, 'cat>2'"),
         (
             "the cat",

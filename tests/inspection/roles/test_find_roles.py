@@ -107,6 +107,19 @@ def test_find_refuses_models_without_attention_and_empty_sentences():
         TextModel.from_tokenizer(nn.Identity(), "tokenizer")
 
 
+def test_errors_of_find_induction_heads_name_what_was_given():
+    model = Copier(9)
+    raised = lambda match: pytest.raises((TypeError, ValueError), match=match)
+    with raised(r"model must take ids of shape \(8, 50\) up to 19, got Copier, which raised: index out of range"):
+        find_induction_heads(model, 20)
+    with raised("model must be a torch.nn.Module, got TextModel; pass its .model"):
+        find_induction_heads(TextModel(model, tuple), 9)
+    with raised("run must be a function of ids, got int"):
+        find_induction_heads(model, 9, run=3)
+    with raised("got Embedding: no attention call seen"):
+        find_induction_heads(nn.Embedding(9, 4), 9)
+
+
 @pytest.fixture(scope="module")
 def default():
     try:

@@ -6,11 +6,13 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 import pytest
 import torch
-from role_examples import make_card
+from role_examples import make_card, make_view
 
+from polyhead import Causal
 from polyhead.inspection.roles import headline
 from polyhead.inspection.roles.role_cards import FoundRoles, wilson_interval
 from polyhead.inspection.roles.role_table import ROLES
+from polyhead.models import Tokens
 
 
 def test_the_table_of_roles():
@@ -81,3 +83,47 @@ def test_every_role_has_a_rank_in_the_headline():
     cards = [make_card("same meaning", 0.9, 0.3, 0.8), make_card("coreference of names", 0.8, 0.5, 0.6, head=1)]
     first = headline.pick_headline_card(FoundRoles.from_cards(cards))
     assert first is not None and first.role == "coreference of names"
+
+
+def test_roles_print_as_a_table():
+    cards = [
+        make_card("first token", 0.8, 0.1, 0.7, measured_on="9 sentences"),
+        make_card("first token", 0.9, 0.1, 0.7, head=1, measured_on="9 sentences"),
+        make_card("determiner-noun", 0.75, 0.5, 0.6, direction="determiner → noun", measured_on="9 sentences"),
+        make_card("self", 0.1, 0.1, 0.0, head=2),
+    ]
+    found = FoundRoles.from_cards(cards, ["A note."])
+    assert repr(found).split("\n") == str(found).split("\n") == [
+        "role             direction          head             score  baseline  measured on",
+        "determiner-noun  determiner → noun  L0H0             0.75   0.50      9 sentences",
+        "first token                         L0H1 and 1 more  0.90   0.10      9 sentences",
+        "1 of 3 heads have no role.",
+        "A note.",
+    ]  # fmt: skip
+    assert repr(FoundRoles.from_cards([])) == "No head was measured."
+
+
+def test_the_headline_is_not_what_most_heads_do():
+    pair = ("cat", "The", 0.9)
+    sinks = [make_card("first token", 0.9, 0.1, 0.8, head=head, pair=pair) for head in range(3)]
+    one_word = [make_card("one word for all", 1.0, 0.1, 0.9, head=head, pair=pair) for head in range(2)]
+    grammar = make_card("subject-verb", 0.6, 0.1, 0.5, head=3, direction="verb → subject")
+    others = [make_card("self", 0.0, 0.1, 0.0, head=head) for head in range(4, 10)]
+    text = Tokens.from_pieces(["The", "cat", "ran"])
+    pick = lambda *cards: headline.pick_headline_card(FoundRoles.from_cards([*cards, *others]), text)
+    # a sink is shown if there is nothing else, and all words attend to it, too
+    assert pick(*sinks, *one_word, grammar).role == "subject-verb"
+    assert pick(*sinks, *one_word).role == "first token"
+    assert pick(*sinks, one_word[0]._replace(pair=("The", "cat", 0.9))).role == "one word for all"
+    assert headline.card_to_sentence(grammar).startswith("L0H3: subject-verb (verb → subject) accuracy 60%")
+    # a role that most heads have comes last, whatever it is
+    many = [make_card("subject-verb", 0.9, 0.1, 0.8, head=head) for head in range(9)]
+    assert pick(*many, make_card("local", 0.8, 0.5, 0.7, head=9)).role == "local"
+
+
+def test_causal_heads_are_not_asked_about_words_ahead():
+    weights = torch.tril(torch.ones(3, 3)) / torch.arange(1, 4)[:, None]
+    text = Tokens.from_pieces(["The", "cat", "ran"])
+    pairs = [("cat", "ran"), ("ran", "cat")]
+    found = headline.find_strongest_head_per_pair({"a": make_view(weights[None], Causal())}, text, pairs)
+    assert [(pair.query, pair.key) for pair in found] == [("ran", "cat")]

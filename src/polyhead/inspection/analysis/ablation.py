@@ -28,7 +28,7 @@ from polyhead._checks import (
 from polyhead.inspection.capture.capture import NO_ATTENTION_SEEN, Capture, capture
 from polyhead.inspection.progress import Progress, wrap_with_progress
 
-Loss = Callable[[], Tensor]
+Loss = Callable[[], Tensor | float]
 Ablation = Literal["zero", "mean"]
 # Tokens in one batch.
 _BATCH_TOKENS = 4096
@@ -58,7 +58,7 @@ def ablate(model: nn.Module, loss: Loss, by: Ablation = "zero", progress: Progre
 
     Args:
         model: any model that `capture` records.
-        loss: calls the model and returns its loss, a tensor of one number.
+        loss: calls the model and returns its loss: a float, a tensor of one number or a NumPy scalar.
         by: `"zero"` replaces the head's output by zeros; `"mean"` by its mean over all queries, which keeps the usual input of
             the next layers.
         progress: wraps the list of heads, as `rich.progress.track` and `tqdm` do.
@@ -121,7 +121,7 @@ def _ablate_one_head_per_row(
 def importance(model: nn.Module, loss: Loss) -> dict[str, Float[Tensor, " heads"]]:
     """The importance of each head by its gradient (Michel 2019): E|⟨z, ∂L/∂z⟩| of its output z, divided by the norm over its layer.
 
-    One forward and one backward pass for all heads. The mean is over the rows of the batch.
+    One forward and one backward pass for all heads. The mean is over the rows of the batch. The loss must be a tensor with a gradient.
     """
     gates: dict[str, Tensor] = {}
 
@@ -140,6 +140,9 @@ def importance(model: nn.Module, loss: Loss) -> dict[str, Float[Tensor, " heads"
         for name in names:
             seen.edit(name, make_gate(name))
         value = loss()
+        if not isinstance(value, Tensor) or not value.requires_grad:
+            given = "a tensor without one" if isinstance(value, Tensor) else describe_type(value)
+            raise ValueError(f"loss must return a tensor with a gradient, got {given}; ablate takes any number")
         # ∂L/∂gate = ⟨z, ∂L/∂z⟩
         gradients = torch.autograd.grad(value, [gates[name] for name in names])
     by_head = (gradient[..., 0, 0].abs().flatten(0, -2).mean(0) if gradient.dim() > 3 else gradient[..., 0, 0].abs()
@@ -147,11 +150,13 @@ def importance(model: nn.Module, loss: Loss) -> dict[str, Float[Tensor, " heads"
     return {name: score.detach() / score.norm().clamp(min=1e-30) for name, score in zip(names, by_head, strict=True)}
 
 
-def rank_heads(scores: dict[str, Float[Tensor, " heads"]]) -> list[Head]:
-    """All heads by ascending score: the least important first."""
+def rank_heads(scores: Mapping[str, Float[Tensor, " heads"]] | Effect) -> list[Head]:
+    """All heads by ascending score, as `importance` or `ablate` returns it: the least important first."""
+    scores = scores.without if isinstance(scores, Effect) else scores
     if not isinstance(scores, Mapping):
         raise WrongType(
-            f"scores must be a dict from the names of layers to a number per head, got {describe_type(scores)}"
+            "scores must be a dict from the names of layers to a number per head, as `importance` returns it, or an Effect, as `ablate` "
+            f"returns it, got {describe_type(scores)}"
         )
     every = [(float(score), Head(name, number)) for name, heads in scores.items() for number, score in enumerate(heads)]
     return [head for _, head in sorted(every, key=lambda pair: pair[0])]
@@ -238,11 +243,13 @@ def _count_heads(seen: Capture, name: str) -> int:
     return int(outputs.shape[-3])
 
 
-def _loss_to_float(loss: Tensor) -> float:
-    if not isinstance(loss, Tensor) or loss.numel() != 1:
-        given = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-        raise ValueError(f"loss must return a tensor of one number, got {given}")
-    return float(loss)
+def _loss_to_float(loss: Any) -> float:
+    """A float, or one number in a tensor or an array, as a float."""
+    shape = getattr(loss, "shape", () if isinstance(loss, (int, float)) else None)
+    if shape is None or math.prod(shape) != 1:
+        given = describe_type(loss) if shape is None else f"shape {tuple(shape)}"
+        raise ValueError(f"loss must return one number, such as a float or a tensor of one number, got {given}")
+    return float(loss.reshape(()) if shape else loss)
 
 
 # ready losses

@@ -1,4 +1,4 @@
-"""Annotated sentences: shipped ones, and readers for treebanks, GAP and your own pairs.
+"""Annotated sentences: shipped ones, and readers for treebanks, GAP, plain text and your own pairs.
 
 All return `Sentence`. Files may be compressed with gzip, whatever their names.
 """
@@ -118,16 +118,39 @@ def _iterate_gap(path: str | PathLike[str]) -> Iterator[Sentence]:
             yield _build_gap_sentence(f"{path}, line {line}", entry, "AB" if refers[0] else "BA")
 
 
+def read_plain_text(path: str | PathLike[str]) -> list[Sentence]:
+    """The lines of a text file as sentences without annotations, in words separated by spaces; empty lines are skipped.
+
+    They serve roles that need no grammar: positions, spread and induction.
+
+    Raises:
+        ValueError: with the path, if there is no sentence in it.
+    """
+    sentences = list(_check_sentence_count(path, _iterate_plain_text(path)))
+    if not sentences:
+        raise ValueError(f"{path} must have one sentence per line, got no sentence")
+    return sentences
+
+
+def _iterate_plain_text(path: str | PathLike[str]) -> Iterator[Sentence]:
+    for line, text in enumerate(_read_lines(path), 1):
+        words = tuple(text.split())
+        _check_sentence_length(f"{path}, line {line}", len(words))
+        if words:
+            yield Sentence(words, {})
+
+
 def read_own_pairs(path: str | PathLike[str]) -> list[Sentence]:
     """Sentences with your own pairs: one line per sentence, with its pairs and the name of their relation.
 
         The cat that I saw ran away <tab> ran>cat saw>I <tab> verb to subject
 
-    Columns are separated by tabs, words and pairs by spaces. A pair names words as they are written in the sentence, or, if one occurs
-    twice, by its number from 1. The name may be omitted. Empty lines and lines that begin with # are skipped.
+    Columns are separated by tabs, words and pairs by spaces. A pair names words as they are written in the sentence, or by their
+    position from 1, as in #2>#3. A position without # is read too, unless it could also be a word of the sentence. The name may be
+    omitted. Empty lines and lines that begin with # are skipped.
 
     Raises:
-        ValueError: with the path and the line, if a pair names a word that is not in the sentence.
+        ValueError: with the path and the line, if a pair names a word that is not in the sentence, or may mean two words.
     """
     sentences = list(_check_sentence_count(path, _iterate_own_pairs(path)))
     if not sentences:
@@ -279,7 +302,7 @@ def _parse_own_pair(location: str, pair: str, words: tuple[str, ...], found: Map
     ends = pair.split(">")
     if len(ends) != 2 or not all(ends):
         raise ValueError(
-            f"{location}: a pair must be two words of the sentence, such as ran>cat, or their numbers, got {pair!r:.60}"
+            f"{location}: a pair must be two words of the sentence, such as ran>cat, or their positions, such as #3>#2, got {pair!r:.60}"
         )
     start, end = (_resolve_word_number(location, word, words, found.get(word, [])) for word in ends)
     if start == end:
@@ -288,17 +311,27 @@ def _parse_own_pair(location: str, pair: str, words: tuple[str, ...], found: Map
 
 
 def _resolve_word_number(location: str, name: str, words: tuple[str, ...], occurrences: list[int]) -> int:
-    """The number of a word that is given as written, with its occurrences, or as its number from 1."""
-    if len(occurrences) == 1:
-        return occurrences[0]
-    if occurrences:
-        numbers = " and ".join(str(number + 1) for number in occurrences[:9])
+    """The number of a word that is given as written, with its occurrences, or as its position from 1, #2 or 2."""
+    position = name.removeprefix("#")
+    meant = list(occurrences)
+    if _is_short_integer(position) and (not occurrences or 1 <= int(position) <= len(words)):
+        meant.append(_parse_word_number(location, position, words))
+    meant = list(dict.fromkeys(meant))
+    if len(meant) == 1:
+        return meant[0]
+    if meant:
+        # #1 may be a word of the sentence, #01 is then the position
+        positions = [f"#0{number + 1}" if f"#{number + 1}" in words else f"#{number + 1}" for number in meant[:3]]
+        positions += ["…"] if len(meant) > 3 else []
         raise ValueError(
-            f"{location}: a pair must name a word that occurs once, got {name!r:.60}, which is word {numbers}; write its number"
+            f"{location}: a pair must name one word, got {name!r:.60}, which may be {' or '.join(_describe_words(meant[:3], words))}; "
+            f"write {' or '.join(positions)}"
         )
-    if _is_short_integer(name):
-        return _parse_word_number(location, name, words)
     raise ValueError(f"{location}: a pair must name words of {' '.join(words)!r:.80}, got {name!r:.80}")
+
+
+def _describe_words(numbers: Sequence[int], words: Sequence[str]) -> list[str]:
+    return [f"word {number + 1}, {words[number]!r:.40}" for number in numbers]
 
 
 def _parse_word_number(location: str, number: str, words: tuple[str, ...]) -> int:

@@ -16,7 +16,7 @@ from polyhead.inspection.roles.role_cards import Card, make_cards
 from polyhead.inspection.roles.role_scores import PairCounts, ScoreSums, score_positional_roles
 from polyhead.inspection.roles.role_table import Role
 from polyhead.inspection.roles.text_model import TextModel
-from polyhead.inspection.roles.word_attention import compute_word_attention
+from polyhead.inspection.roles.word_attention import compute_word_attention, mask_visible_words
 from polyhead.inspection.view_properties import allowed_keys_mask, describe_unknown_layers, is_self_attention_of
 from polyhead.models import Tokens
 
@@ -24,15 +24,30 @@ from polyhead.models import Tokens
 HeadList = list[tuple[int, int]]
 # the ids of special tokens before a text and after it
 SpecialIdsBeforeAndAfter = tuple[tuple[int, ...], tuple[int, ...]]
+# A sentence of which more than every fifth piece is unknown has lost about a word per clause: what the model reads is another sentence.
+MAX_UNKNOWN_SHARE = 0.2
+_UNKNOWN_WORDS_REMEDY = (
+    "Pass sentences in words that the model knows, one per line (--corpus F, corpus.read_plain_text)."
+)
+_UNIT_OF_CORPUS = {
+    "sentences": ("sentence", "sentences"),
+    "pairs": ("sentence of pairs", "sentences of pairs"),
+    "GAP": ("text of GAP", "texts of GAP"),
+}
 # Tokens that are read in one batch, and numbers in one block of weights.
 _BATCH_TOKENS, _MAX_BLOCK_WEIGHTS = 512, 1 << 22
 
 
 class CorpusReading:
-    """One corpus, read batch by batch. Only sums of scores are kept."""
+    """One corpus, read batch by batch. Only sums of scores are kept.
+
+    Attributes:
+        measures_positions: whether positional and spread roles are measured on it, besides its relations.
+        unknown: the number of sentences that were left out because the model cannot read them.
+    """
 
     def __init__(self, model: TextModel, corpus: Sequence[Sentence], roles: Sequence[Role], what: str) -> None:
-        self.model, self.roles, self.what = model, roles, what
+        self.model, self.roles, self.measures_positions = model, roles, False
         self.heads: HeadList = []
         self.position_sums: dict[str, ScoreSums] = {}
         self.pairs: PairCounts | None = None
@@ -45,8 +60,17 @@ class CorpusReading:
             self.notes.append(
                 f"{what}: {left_out} texts were left out; they are longer than the model's {limit} tokens."
             )
-        readable = [entry for entry in short if not all(entry[1].special)]
-        self.measured_on = f"{len(readable)} {'texts of GAP' if what == 'GAP' else 'sentences'}"
+        known = [entry for entry in short if entry[1].unknown_share <= MAX_UNKNOWN_SHARE]
+        self.unknown = len(short) - len(known)
+        if self.unknown:
+            remedy = f" {_UNKNOWN_WORDS_REMEDY}" if 2 * self.unknown > len(tokenized) else ""
+            self.notes.append(
+                f"{what}: {self.unknown} of {len(tokenized)} texts were left out; more than {MAX_UNKNOWN_SHARE:.0%} of their pieces are "
+                f"not in the model's vocabulary.{remedy}"
+            )
+        readable = [entry for entry in known if not all(entry[1].special)]
+        one, many = _UNIT_OF_CORPUS[what]
+        self.measured_on = f"{len(readable)} {one if len(readable) == 1 else many}"
         self.batches = _batch_by_length(readable)
 
     @property
@@ -57,9 +81,10 @@ class CorpusReading:
         return tuple(tokens.ids[: words[0]].tolist()), tuple(tokens.ids[words[-1] + 1 :].tolist())
 
     def vocabulary(self) -> Int[Tensor, " ids"]:
-        """The ids of all words that were read: no special or unused ones."""
-        ids = (tokens.ids[[not special for special in tokens.special]] for batch in self.batches for _, tokens in batch)
-        return torch.cat(list(ids)).unique()
+        """The ids of all words that were read: no special, unknown or unused ones."""
+        texts = [tokens for batch in self.batches for _, tokens in batch]
+        ids = torch.cat([tokens.ids[[not special for special in tokens.special]] for tokens in texts]).unique()
+        return ids if texts[0].unknown_id is None else ids[ids != texts[0].unknown_id]
 
     def read_batch(self, batch: Sequence[tuple[Sentence, Tokens]]) -> None:
         """Run the model on sentences of one length, and add their scores."""
@@ -71,16 +96,18 @@ class CorpusReading:
             self.notes += describe_unknown_layers(seen, length)
             relations = [role.relation for role in self.roles if role.relation is not None]
             self.pairs = PairCounts(len(self.heads), relations)
-        cases = [self.pairs.collect_cases(sentence, _mask_of_words_with_tokens(tokens)) for sentence, tokens in batch]
-        special = torch.tensor(texts[0].special)
+        special, allowed = torch.tensor(texts[0].special), torch.empty(0)
         for block in iterate_weight_blocks(seen, length):
-            if self.what == "sentences":
+            if self.measures_positions:
                 query = (~special).nonzero()[:, 0]
                 sums = score_positional_roles(block.weights[..., query, :], query, block.allowed[query], special)
                 _add_score_sums(self.position_sums, sums, block.heads, len(self.heads))
-            for row, (text, (pairs, choices)) in enumerate(zip(texts, cases, strict=True)):
-                if pairs or choices:
-                    self.pairs.count_hits(compute_word_attention(block.weights[row], text), pairs, choices, block.heads)
+            if not torch.equal(block.allowed, allowed):
+                allowed = block.allowed
+                cases = [self.pairs.collect_cases(of, mask_visible_words(text, allowed)) for of, text in batch]
+            for row, (text, of_text) in enumerate(zip(texts, cases, strict=True)):
+                if of_text.number:
+                    self.pairs.count_hits(compute_word_attention(block.weights[row], text), of_text, block.heads)
 
     def make_pair_cards(self, family: int) -> list[Card]:
         """A card for every head, relation and direction that has a case."""
@@ -89,23 +116,22 @@ class CorpusReading:
         cards = []
         by_relation = {role.relation: role for role in self.roles}
         for column, (relation, direction) in enumerate(self.pairs.columns):
-            number = self.pairs.cases[column]
-            if not number:
-                continue
-            share, baseline_name = self.pairs.best_baseline(column)
-            hits, unrelated = self.pairs.hits[:, column], self.pairs.unrelated_hits[:, column] / number
-            ones = torch.full_like(hits, float(number))
-            role = by_relation[relation]
-            found = make_cards(
-                self.heads, {role.name: ScoreSums(hits, ones, ones * share, number)}, family, self.measured_on
-            )
-            for card, score in zip(found, unrelated.tolist(), strict=True):
-                cards.append(
-                    card._replace(
-                        direction=role.describe_direction(direction), baseline_name=baseline_name, unrelated_score=score
-                    )
-                )
+            number, role = self.pairs.cases[:, column], by_relation[relation]
+            baselines = [self.pairs.best_baseline(column, head) for head in range(len(self.heads))]
+            base = torch.tensor([share for share, _ in baselines], dtype=torch.float64) * number
+            sums = ScoreSums(self.pairs.hits[:, column], number.double(), base, number)
+            found = {(c.layer, c.head): c for c in make_cards(self.heads, {role.name: sums}, family, self.measured_on)}
+            unrelated = (self.pairs.unrelated_hits[:, column] / number.clamp(min=1)).tolist()
+            for head, (_, baseline_name), score in zip(self.heads, baselines, unrelated, strict=True):
+                if head in found:
+                    named = found[head]._replace(direction=role.describe_direction(direction), unrelated_score=score)
+                    cards.append(named._replace(baseline_name=baseline_name))
         return cards
+
+    def count_comparisons(self) -> int:
+        """The number of cards: heads times roles and directions that have a case."""
+        sums = sum(int((of_role.cases > 0).sum()) for of_role in self.position_sums.values())
+        return sums + (0 if self.pairs is None else int((self.pairs.cases > 0).sum()))
 
 
 def _batch_by_length(corpus: Sequence[tuple[Sentence, Tokens]]) -> list[list[tuple[Sentence, Tokens]]]:
@@ -121,23 +147,14 @@ def _batch_by_length(corpus: Sequence[tuple[Sentence, Tokens]]) -> list[list[tup
     ]
 
 
-def _mask_of_words_with_tokens(tokens: Tokens) -> Bool[Tensor, " words"]:
-    numbers = torch.tensor([word for word in tokens.word_of if word is not None])
-    return torch.isin(torch.arange(len(tokens.words)), numbers)
-
-
 def _add_score_sums(sums: dict[str, ScoreSums], parts: Mapping[str, ScoreSums], heads: slice, all_heads: int) -> None:
     """Add the sums of some of the heads."""
     for name, part in parts.items():
         if name not in sums:
             total, weight, base = torch.zeros(3, all_heads, dtype=torch.float64)
-            sums[name] = ScoreSums(total, weight, base, 0)
-        total, weight, base, cases = sums[name]
-        total[heads] += part.total.cpu()
-        weight[heads] += part.weight.cpu()
-        base[heads] += part.base.cpu()
-        # the heads of all blocks have the same cases
-        sums[name] = ScoreSums(total, weight, base, cases + (part.cases if heads.start == 0 else 0))
+            sums[name] = ScoreSums(total, weight, base, torch.zeros(all_heads, dtype=torch.long))
+        for of_all, of_part in zip(sums[name], part, strict=True):
+            of_all[heads] += of_part.cpu()
 
 
 def list_self_attention_heads(seen: Capture, tokens: int) -> HeadList:

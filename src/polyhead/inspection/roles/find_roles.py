@@ -28,7 +28,8 @@ from polyhead.inspection.roles.text_model import RunModel, TextModel, evaluation
 _MAX_IDS, _MAX_DRAWN = 2**24, 2**20
 # Random tokens that are read twice.
 _REPEATED_TOKENS = 25
-_RANDOM_TOKENS_NAME = "random tokens, repeated"
+_RANDOM_TOKENS_NAME = "repeated random tokens"
+NO_READABLE_SENTENCE = "Roles were not measured: the model can read none of the sentences."
 
 
 def find_roles(
@@ -43,13 +44,17 @@ def find_roles(
 
     Args:
         model: the model and its tokenizer: `TextModel.from_tokenizer(*models.load_default())`.
-        sentences: measure positions, spread and grammar on these, `corpus.read_treebank(path)`; by default on those shipped.
-        pairs: sentences with your own pairs, `corpus.read_own_pairs(path)`: each name is a role.
+        sentences: measure positions, spread and grammar on these, `corpus.read_treebank(path)`, or only positions and spread,
+            `corpus.read_plain_text(path)`; by default on those shipped. Sentences of which more than 20 % of the pieces are unknown to
+            the tokenizer are left out.
+        pairs: sentences with your own pairs, `corpus.read_own_pairs(path)`: each name is a role. If the model can read none of
+            `sentences`, positions and spread are measured on these.
         gap: pronouns and two names, `corpus.read_gap(path)`.
         progress: wraps the list of batches, as `rich.progress.track` and `tqdm` do.
 
     Raises:
-        ValueError: if there is nothing to read, or the model makes no attention call.
+        ValueError: if there is nothing to read, or the model makes no attention call. If all pieces are unknown to the tokenizer, no
+            role is found, and `notes` say so.
     """
     if not isinstance(model, TextModel):
         raise ValueError(
@@ -64,11 +69,17 @@ def find_roles(
         (gap, list(filter(of_names, ROLES)), "GAP"),
     )
     with torch.no_grad(), evaluation_mode(model.model):
-        readings = [_read_all_batches(CorpusReading(model, *corpus), progress) for corpus in corpora if corpus[0]]
-        notes = [note for reading in readings for note in reading.notes]
-        readings = [reading for reading in readings if reading.batches]
+        every = [CorpusReading(model, *corpus) for corpus in corpora if corpus[0]]
+        readings = [reading for reading in every if reading.batches]
         if not readings:
+            notes = [note for reading in every for note in reading.notes]
+            if any(reading.unknown for reading in every):
+                return FoundRoles.from_cards([], [*notes, NO_READABLE_SENTENCE])
             raise ValueError(" ".join(("sentences must have a text that the model can read, got none.", *notes)))
+        readings[0].measures_positions = True
+        for reading in readings:
+            _read_all_batches(reading, progress)
+        notes = [note for reading in every for note in reading.notes]
         induced = _score_induction_on_corpus_words(model, readings[0])
     if not readings[0].heads:
         raise ValueError(NO_ATTENTION_SEEN)
@@ -83,28 +94,25 @@ def _make_roles_of_own_pairs(pairs: Sequence[Sentence]) -> list[Role]:
     return [make_role_of_own_pair(name) for name in names]
 
 
-def _read_all_batches(reading: CorpusReading, progress: Progress | None) -> CorpusReading:
+def _read_all_batches(reading: CorpusReading, progress: Progress | None) -> None:
     for batch in wrap_with_progress(reading.batches, progress):
         reading.read_batch(batch)
-    return reading
 
 
 def _score_induction_on_corpus_words(model: TextModel, reading: CorpusReading) -> ScoreSums | None:
-    """The sums of induction scores on the words of a corpus; None if the model reads too few tokens."""
-    room = (model.positions or 2**31) - sum(map(len, reading.special_ids_before_and_after))
+    """The sums of induction scores on the words of a corpus; None if the model reads too few tokens, or too few different ones."""
+    around, vocabulary = reading.special_ids_before_and_after, reading.vocabulary()
+    room = (model.positions or 2**31) - sum(map(len, around))
     length = min(_REPEATED_TOKENS, room // 2)
-    if length < 2:
+    if min(length, len(vocabulary)) < 2:
         return None
-    return _score_induction(model.record_heads, reading.vocabulary(), reading.special_ids_before_and_after, length, 4)[
-        1
-    ]
+    return _score_induction(model.record_heads, vocabulary, around, length, 4)[1]
 
 
 def _combine_readings(readings: Sequence[CorpusReading], induced: ScoreSums | None, notes: Iterable[str]) -> FoundRoles:
     """The cards of all readings; their intervals hold for all comparisons together."""
     first = readings[0]
-    columns = sum(len(reading.pairs.columns) for reading in readings if reading.pairs)
-    family = (columns + len(first.position_sums) + 1) * len(first.heads)
+    family = sum(reading.count_comparisons() for reading in readings) + len(first.heads)
     cards = make_cards(first.heads, first.position_sums, family, first.measured_on)
     if induced is not None:
         cards += make_cards(first.heads, {"induction": induced}, family, _RANDOM_TOKENS_NAME)
@@ -134,7 +142,11 @@ def find_induction_heads(
         rows: how many texts are read.
     """
     if not isinstance(model, nn.Module):
-        raise WrongType(f"model must be a torch.nn.Module, got {describe_type(model)}")
+        raise WrongType(
+            f"model must be a torch.nn.Module, got {describe_type(model)}{'; pass its .model' if hasattr(model, 'model') else ''}"
+        )
+    if run is not None and not callable(run):
+        raise WrongType(f"run must be a function of ids, got {describe_type(run)}")
     vocabulary = (
         torch.arange(check_integer("ids", ids, 1, _MAX_IDS))
         if is_integer(ids)
@@ -143,10 +155,22 @@ def find_induction_heads(
     if not len(vocabulary):
         raise ValueError("ids must be 1 or more to draw from, got none")
     length, rows = check_integer("length", length, 2, _MAX_DRAWN), check_integer("rows", rows, 1, _MAX_DRAWN)
+
+    def record(drawn: Tensor) -> Capture:
+        try:
+            return record_heads(model, run, drawn)
+        except (RuntimeError, TypeError, IndexError, ValueError) as error:
+            raise ValueError(
+                f"model must take ids of shape {tuple(drawn.shape)} up to {int(drawn.max())}, got {describe_type(model)}, which raised: "
+                f"{error!s:.300}; pass other ids, a smaller length, or run="
+            ) from error
+
     with torch.no_grad(), evaluation_mode(model):
-        heads, sums = _score_induction(lambda ids: record_heads(model, run, ids), vocabulary, ((), ()), length, rows)
+        heads, sums = _score_induction(record, vocabulary, ((), ()), length, rows)
     if not heads:
-        raise ValueError(NO_ATTENTION_SEEN)
+        raise ValueError(
+            f"model must make attention calls that `capture` records, got {describe_type(model)}: {NO_ATTENTION_SEEN}"
+        )
     return FoundRoles.from_cards(make_cards(heads, {"induction": sums}, len(heads), _RANDOM_TOKENS_NAME))
 
 
@@ -174,6 +198,6 @@ def _score_induction(
         seen = record(ids)
         masses = [block.weights[:, :, query, query - length + 1] for block in iterate_weight_blocks(seen, ids.shape[1])]
         sums.append(torch.cat([mass.double().sum((0, 2)) for mass in masses]) if masses else torch.zeros(0))
-    cases = rows * (length - 1)
+    cases = torch.full_like(sums[0], rows * (length - 1), dtype=torch.long)
     heads = list_self_attention_heads(seen, ids.shape[1])
-    return heads, ScoreSums(sums[0], torch.full_like(sums[0], cases), sums[1], cases)
+    return heads, ScoreSums(sums[0], cases.double(), sums[1], cases)

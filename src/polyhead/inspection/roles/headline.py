@@ -10,8 +10,8 @@ import torch
 from polyhead.heads import Heads
 from polyhead.inspection.measured_heads import MeasuredHeads
 from polyhead.inspection.roles.role_cards import Card, FoundRoles
-from polyhead.inspection.roles.word_attention import compute_word_attention
-from polyhead.inspection.view_properties import is_self_attention_of
+from polyhead.inspection.roles.word_attention import compute_word_attention, mask_visible_words
+from polyhead.inspection.view_properties import allowed_keys_mask, is_self_attention_of
 from polyhead.models import Tokens
 
 
@@ -65,22 +65,32 @@ class StrongestWordPair(NamedTuple):
 def find_strongest_head_per_pair(
     seen: Mapping[str, Heads], text: Tokens, pairs: Sequence[tuple[str, str]]
 ) -> list[StrongestWordPair]:
-    """For each (query, key) pair of words, by their first occurrence, the head with the largest weight."""
+    """For each (query, key) pair of words, by their first occurrence, the head with the largest weight.
+
+    Pairs that no head can see, such as words ahead in a causal model, are left out.
+    """
     best: dict[tuple[str, str], StrongestWordPair] = {}
     for number, layer in enumerate(MeasuredHeads.wrap(seen).layers.values()):
+        if not is_self_attention_of(layer.heads, len(text)):
+            continue
         weights = compute_word_attention(layer.weights, text)
+        queries = torch.arange(len(text), device=layer.heads.device)
+        visible = mask_visible_words(text, allowed_keys_mask(layer.heads, queries))
         for query, key in pairs:
-            weight, head = weights[:, text.words.index(query), text.words.index(key)].max(0)
+            at = text.words.index(query), text.words.index(key)
+            if not visible[at]:
+                continue
+            weight, head = weights[:, at[0], at[1]].max(0)
             if (query, key) not in best or float(weight) > best[query, key].weight:
                 best[query, key] = StrongestWordPair(query, key, float(weight), f"L{number}H{int(head)}")
-    return [best[pair] for pair in pairs]
+    return [best[pair] for pair in pairs if pair in best]
 
 
-# Roles by how interesting they are: misleading patterns, meaning, grammar, positions. A user's own pairs rank with grammar.
+# Roles by how interesting they are: misleading patterns, meaning, grammar, positions, spread, sinks. A user's own pairs rank with grammar.
 _ROLES_BY_INTEREST = (
     "one word for all", "coreference", "coreference of names", "same meaning", "relative clause", "subject-verb", "object-verb", "determiner-noun",
-    "adjective-noun", "preposition", "auxiliary", "induction", "previous token", "next token", "self", "delimiter",
-    "first token", "local", "long range", "broad",
+    "adjective-noun", "preposition", "auxiliary", "induction", "previous token", "next token", "self", "local",
+    "long range", "broad", "delimiter", "first token",
 )  # fmt: skip
 _SENTENCE_TEMPLATES = {
     "one word for all": "In {head} nearly all words attend to “{key}”, so a large weight between two words is no evidence of a relation in this head.",
@@ -95,23 +105,28 @@ _SENTENCE_TEMPLATES = {
     "induction": "{head} is an induction head: it attends to the token after the previous occurrence, with {score:.0%} of its weight.",
 }
 _PAIR_SENTENCE_TEMPLATE = (
-    "{head}: {role} accuracy {score:.0%} on {cases} pairs; baseline ({baseline_name}) {baseline:.0%}."
+    "{head}: {role}{direction} accuracy {score:.0%} on {cases} pairs; baseline ({baseline_name}) {baseline:.0%}."
 )
 
 
-def pick_headline_card(found: FoundRoles) -> Card | None:
-    """The card to show first: the highest score of the most interesting role that has a pair in this text."""
+def pick_headline_card(found: FoundRoles, text: Tokens | None = None) -> Card | None:
+    """The card to show first: the highest score of the most interesting role, if possible one with a pair in this text.
+
+    What most heads do comes last, and so do attention sinks: special tokens, and the first token of the text, also if it is the
+    word that all words attend to.
+    """
     rank = {role: number for number, role in enumerate(_ROLES_BY_INTEREST)}
-    with_pair = [card for card in found.cards if card.pair is not None]
-    return min(
-        with_pair or found.cards,
-        key=lambda card: (rank.get(card.role, rank["relative clause"]), -card.score, _negative_pair_weight(card)),
-        default=None,
-    )
+    common = found.common_roles
+    first_word = None if text is None or not len(text) or text.word_of[0] is None else text.words[text.word_of[0]]
 
+    def sort_key(card: Card) -> tuple[float, ...]:
+        to_first_word = card.role == "one word for all" and card.pair is not None and card.pair[1] == first_word
+        is_sink = to_first_word or card.role in ("first token", "delimiter")
+        role_rank = len(rank) if to_first_word else rank.get(card.role, rank["relative clause"])
+        pair_weight = 0.0 if card.pair is None else card.pair[2]
+        return is_sink or card.role in common, card.pair is None, role_rank, -card.score, -pair_weight
 
-def _negative_pair_weight(card: Card) -> float:
-    return 0.0 if card.pair is None else -card.pair[2]
+    return min(found.cards, key=sort_key, default=None)
 
 
 def card_to_sentence(card: Card | None) -> str:
@@ -120,5 +135,5 @@ def card_to_sentence(card: Card | None) -> str:
         return "No head stands out: no role is above its baseline."
     return _SENTENCE_TEMPLATES.get(card.role, _PAIR_SENTENCE_TEMPLATE).format(
         head=card.name, role=card.role, score=card.score, cases=card.cases, baseline=card.baseline,
-        baseline_name=card.baseline_name or "fixed offset", key="" if card.pair is None else card.pair[1],
+        direction=f" ({card.direction})" if card.direction else "", baseline_name=card.baseline_name or "fixed offset", key="" if card.pair is None else card.pair[1],
     )  # fmt: skip

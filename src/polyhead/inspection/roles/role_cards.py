@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import NormalDist
@@ -42,6 +43,15 @@ class Card(NamedTuple):
         return f"L{self.layer}H{self.head}"
 
     @property
+    def role_and_direction(self) -> str:
+        """The role with its direction, as short as it is clear: "determiner → noun", "coreference", "negation, first → second"."""
+        role = ROLE_BY_NAME.get(self.role)
+        if role is None or role.relation is None:
+            return f"{self.role}, {self.direction}" if self.direction else self.role
+        # other relations have one direction, or two of the same kind
+        return self.direction if role.relation.among == "words" and self.direction else self.role
+
+    @property
     def stands_out(self) -> bool:
         """Whether the score is above the threshold, and the interval above the baseline and `unrelated_score`."""
         role = ROLE_BY_NAME.get(self.role)
@@ -73,7 +83,7 @@ def wilson_interval(score: float, cases: int, family: int) -> tuple[float, float
 def make_cards(
     heads: Sequence[tuple[int, int]], score_sums: Mapping[str, ScoreSums], family: int, measured_on: str
 ) -> list[Card]:
-    """A card for each head and role.
+    """A card for each head and role that has a case.
 
     Args:
         heads: (layer, head) of each entry of the sums.
@@ -83,22 +93,23 @@ def make_cards(
     """
     cards = []
     for role, (total, weight, base, cases) in score_sums.items():
-        if not cases:
+        if not cases.any():
             continue
         scores = (total / weight.clamp(min=1e-9)).clamp(0, 1)
         # uniform attention cannot be exceeded, so a head is broad relative to the others
-        baselines = scores.mean().expand_as(scores) if role == "broad" else base / weight.clamp(min=1e-9)
+        baselines = scores[cases > 0].mean().expand_as(scores) if role == "broad" else base / weight.clamp(min=1e-9)
         baseline_name = ROLE_BY_NAME[role].baseline if role in ROLE_BY_NAME else OFFSET_BASELINE
-        for (layer, head), score, baseline in zip(heads, scores.tolist(), baselines.tolist(), strict=True):
-            interval = wilson_interval(score, cases, family)
-            card = Card(layer, head, role, score, baseline, cases, *interval)
-            cards.append(card._replace(baseline_name=baseline_name, measured_on=measured_on))
+        of_heads = zip(heads, scores.tolist(), baselines.tolist(), cases.tolist(), strict=True)
+        for (layer, head), score, baseline, number in of_heads:
+            if number:
+                card = Card(layer, head, role, score, baseline, number, *wilson_interval(score, number, family))
+                cards.append(card._replace(baseline_name=baseline_name, measured_on=measured_on))
     return cards
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class FoundRoles:
-    """The roles of a model's heads.
+    """The roles of a model's heads; `print` shows them as a table.
 
     Attributes:
         cards: the roles that stand out, ordered by head, the most informative role of a head first.
@@ -129,6 +140,37 @@ class FoundRoles:
         """The heads that have a role, or with `measured` all heads measured for it, by descending score."""
         cards = self.measured if measured else self.cards
         return sorted((card for card in cards if card.role == role), key=lambda card: -card.score)
+
+    def group_by_role(self) -> list[list[Card]]:
+        """The cards of each role, by descending score: in the order of `ROLES`, but those that most heads have last."""
+        order = {role: number for number, role in enumerate(ROLE_BY_NAME)}
+        common = self.common_roles
+        names = dict.fromkeys(card.role for card in self.cards)
+        ordered = sorted(names, key=lambda role: (role in common, order.get(role, len(order))))
+        return [self.cards_of_role(role) for role in ordered]
+
+    @property
+    def common_roles(self) -> frozenset[str]:
+        """The roles that more than half of the measured heads have, such as an attention sink: they distinguish no head."""
+        heads = {(card.layer, card.head) for card in self.measured}
+        counts = Counter(card.role for card in self.cards)
+        return frozenset(role for role, number in counts.items() if 2 * number > len(heads))
+
+    def __repr__(self) -> str:
+        """One line per role: its best head, with its score and baseline."""
+        heads = {(card.layer, card.head) for card in self.measured}
+        rows = [("role", "direction", "head", "score", "baseline", "measured on")]
+        for best, *others in self.group_by_role():
+            name = f"{best.name} and {len(others)} more" if others else best.name
+            rows.append(
+                (best.role, best.direction, name, f"{best.score:.2f}", f"{best.baseline:.2f}", best.measured_on)
+            )
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
+        summary = (
+            f"{len(self.heads_without_role)} of {len(heads)} heads have no role." if heads else "No head was measured."
+        )
+        return "\n".join([*(lines if self.cards else ()), summary, *self.notes])
 
     @property
     def heads_without_role(self) -> list[tuple[int, int]]:

@@ -29,11 +29,10 @@ class ScoreSums(NamedTuple):
     total: Float[Tensor, " heads"]
     weight: Float[Tensor, " heads"]
     base: Float[Tensor, " heads"]
-    cases: int
+    cases: Int[Tensor, " heads"]
 
     def __add__(self, other: ScoreSums) -> ScoreSums:  # type: ignore[override]
-        total, weight, base = (a + b for a, b in zip(self[:3], other[:3], strict=True))
-        return ScoreSums(total, weight, base, self.cases + other.cases)
+        return ScoreSums(*(a + b for a, b in zip(self, other, strict=True)))
 
 
 def target_position_per_role(at: Int[Tensor, " queries"]) -> dict[str, Int[Tensor, " queries"]]:
@@ -49,6 +48,8 @@ def score_positional_roles(
 ) -> dict[str, ScoreSums]:
     """Sum the scores of positional and spread roles over some queries, by the names of roles.
 
+    Queries with a single allowed key, such as the first token of a causal model, are left out: its weight is 1 by necessity.
+
     Args:
         weights: rows that sum to 1.
         at: the positions of the queries among the keys.
@@ -57,17 +58,18 @@ def score_positional_roles(
     """
     keys = weights.shape[-1]
     number = allowed.sum(-1).clamp(min=1)
+    has_choice = number > 1
     found = {}
     for name, key in target_position_per_role(at).items():
         inside = key.clamp(0, keys - 1)[:, None]
-        there = (key == inside[:, 0]) & allowed.gather(-1, inside)[:, 0]
+        there = (key == inside[:, 0]) & allowed.gather(-1, inside)[:, 0] & has_choice
         if name == "first token":
             there = there & (at > 0)
         mass = weights.gather(-1, inside.expand(*weights.shape[:-1], 1))[..., 0]
         found[name] = _sum_scores(mass, 1 / number, there)
     if special.any():
         share = (allowed & special).sum(-1) / number
-        found["delimiter"] = _sum_scores((weights * special).sum(-1), share, torch.ones_like(at, dtype=torch.bool))
+        found["delimiter"] = _sum_scores((weights * special).sum(-1), share, has_choice)
     return found | _score_spread_roles(weights, at, allowed & ~special)
 
 
@@ -94,8 +96,8 @@ def _sum_scores(found: Tensor, base: Tensor, counts: Tensor, weight: Tensor | No
     total = lambda x: (
         (x * counts).double().sum(-1).flatten(0, -2).sum(0) if x.dim() > 2 else (x * counts).double().sum(-1)
     )
-    rows = found.shape[:-2].numel()
-    return ScoreSums(total(found), total(weight), total(base * weight), rows * int(counts.sum()))
+    cases = torch.full(found.shape[-2:-1], found.shape[:-2].numel() * int(counts.sum()))
+    return ScoreSums(total(found), total(weight), total(base * weight), cases)
 
 
 def max_and_unique_argmax(
@@ -126,12 +128,30 @@ class Relation(NamedTuple):
 
 
 class PairCases(NamedTuple):
-    """The pairs of one sentence that share their candidates."""
+    """The pairs of one sentence that share their candidates: the words that each word may choose, other than itself."""
 
-    candidates: Bool[Tensor, " words"]
+    candidates: Bool[Tensor, "words words"]
     column: Int[Tensor, " pairs"]
     start: Int[Tensor, " pairs"]
     end: Int[Tensor, " pairs"]
+
+
+class SentenceCases(NamedTuple):
+    """The cases of one sentence for heads that may attend to the same words.
+
+    Attributes:
+        visible: True where a word may attend to another one.
+        pairs: the pairs, by their candidates.
+        choices: the pronouns that may attend to both names.
+        number: the number of cases by column.
+        baseline_hits: how often each baseline, a heuristic without a model, is right, by column.
+    """
+
+    visible: Bool[Tensor, "words words"]
+    pairs: list[PairCases]
+    choices: list[PronounChoice]
+    number: Counter[int]
+    baseline_hits: Counter[tuple[int, int | str]]
 
 
 class PairCounts:
@@ -143,90 +163,104 @@ class PairCounts:
         ]
         shape = (heads, len(self.columns))
         self.hits, self.unrelated_hits = (torch.zeros(shape, dtype=torch.float64) for _ in range(2))
-        self.cases = [0] * len(self.columns)
-        # how often each baseline, a heuristic without a model, is right
-        self.baseline_hits: list[Counter[int | str]] = [Counter() for _ in self.columns]
+        self.cases = torch.zeros(shape, dtype=torch.long)
+        self._baseline_hits: list[dict[int | str, Int[Tensor, " heads"]]] = [{} for _ in self.columns]
 
-    def collect_cases(
-        self, sentence: Sentence, readable: Bool[Tensor, " words"]
-    ) -> tuple[list[PairCases], list[PronounChoice]]:
-        """The cases of a sentence; the hits of baselines are counted at once. Words without a token have no case."""
+    def collect_cases(self, sentence: Sentence, visible: Bool[Tensor, "words words"]) -> SentenceCases:
+        """The cases of a sentence. A word has a case if it may attend to the right word, and to a second candidate: otherwise the
+        answer is known beforehand. Causal heads cannot attend to words ahead, and words without a token to nothing.
+        """
+        found = SentenceCases(visible, [], [], Counter(), Counter())
         groups: dict[Candidates, list[tuple[int, int, int]]] = {}
-        has_token = readable.tolist()
         for column, (relation, direction) in enumerate(self.columns):
             for pair in sentence.pairs.get(relation.name, ()):
-                if has_token[pair[0]] and has_token[pair[1]] and pair[0] != pair[1]:
-                    start, end = reversed(pair) if direction else pair
+                start, end = reversed(pair) if direction else pair
+                if start != end:
                     groups.setdefault(relation.among, []).append((column, start, end))
-                    self.cases[column] += 1
-                    self.baseline_hits[column].update(_correct_baselines(sentence, (start, end), relation.among))
-        cases = []
         for among, rows in groups.items():
-            candidates = torch.tensor([_is_candidate(sentence, word, among) for word in range(len(has_token))])
-            cases.append(PairCases(candidates & readable, *torch.tensor(rows).T))
-        column_of_choices = self._find_name_choice_column()
-        choices = [] if column_of_choices is None else [c for c in sentence.choices if _has_all_tokens(c, has_token)]
-        for choice in choices:
-            assert column_of_choices is not None
-            self.cases[column_of_choices] += 1
-            self.baseline_hits[column_of_choices].update(_correct_name_baselines(choice))
-        return cases, choices
+            candidates = _mask_candidates(sentence, visible, among)
+            can_choose = (candidates.sum(-1) > 1).tolist()
+            rows = [row for row in rows if visible[row[1], row[2]] and can_choose[row[1]]]
+            for column, start, end in rows:
+                found.number[column] += 1
+                others = candidates[start].nonzero()[:, 0].tolist()
+                right = _correct_baselines(sentence, (start, end), among, others)
+                found.baseline_hits.update((column, baseline) for baseline in right)
+            if rows:
+                found.pairs.append(PairCases(candidates, *torch.tensor(rows).T))
+        name_column = self._find_name_choice_column()
+        if name_column is not None:
+            for choice in sentence.choices:
+                if visible[choice.pronoun, [*choice.right, *choice.wrong]].all():
+                    found.choices.append(choice)
+                    found.number[name_column] += 1
+                    found.baseline_hits.update((name_column, baseline) for baseline in _correct_name_baselines(choice))
+        return found
 
-    def count_hits(
-        self,
-        words: Float[Tensor, "heads words words"],
-        cases: Sequence[PairCases],
-        choices: Sequence[PronounChoice],
-        head_range: slice,
-    ) -> None:
-        """Count the hits of the heads in `head_range` in one sentence, from the attention between its words."""
-        is_self = torch.eye(words.shape[-1], dtype=torch.bool)
-        for candidates, column, start, end in cases:
-            strength, top = max_and_unique_argmax(words.masked_fill(is_self | ~candidates, 0.0))
+    def count_hits(self, words: Float[Tensor, "heads words words"], cases: SentenceCases, head_range: slice) -> None:
+        """Count the cases, and the hits of the heads in `head_range`, in one sentence, from the attention between its words."""
+        for column, number in cases.number.items():
+            self.cases[head_range, column] += number
+        for (column, baseline), number in cases.baseline_hits.items():
+            of_heads = self._baseline_hits[column].setdefault(baseline, torch.zeros(len(self.cases), dtype=torch.long))
+            of_heads[head_range] += number
+        for candidates, columns, start, end in cases.pairs:
+            strength, top = max_and_unique_argmax(words.masked_fill(~candidates, 0.0))
+            can_choose = candidates.sum(-1) > 1
+            top = top.masked_fill(~can_choose, -1)
             hit = (top[:, start] == end).double()
             chosen = torch.zeros(len(top), words.shape[-1] + 1).scatter_add_(1, top + 1, torch.ones_like(strength))
-            unrelated = (chosen[:, end + 1] - hit) / max(1, words.shape[-1] - 2)
-            self.hits[head_range].index_add_(1, column, hit)
-            self.unrelated_hits[head_range].index_add_(1, column, unrelated)
-        for pronoun, right, wrong in choices:
-            prefers = words[..., list(right)].amax(-1) > words[..., list(wrong)].amax(-1)
-            rest = torch.ones(words.shape[-1], dtype=torch.bool)
-            rest[[pronoun, *right, *wrong]] = False
-            column_of_choices = self._find_name_choice_column()
-            self.hits[head_range, column_of_choices] += prefers[:, pronoun]
-            self.unrelated_hits[head_range, column_of_choices] += (
-                prefers[:, rest].double().mean(-1) if rest.any() else 0.0
-            )
+            others = (candidates & can_choose[:, None]).sum(0)[end] - 1
+            self.hits[head_range].index_add_(1, columns, hit)
+            self.unrelated_hits[head_range].index_add_(1, columns, (chosen[:, end + 1] - hit) / others.clamp(min=1))
+        for choice in cases.choices:
+            self._count_name_hits(words, choice, cases.visible, head_range)
+
+    def _count_name_hits(
+        self, words: Float[Tensor, "heads words words"], choice: PronounChoice, visible: Tensor, head_range: slice
+    ) -> None:
+        pronoun, right, wrong = choice
+        prefers = words[..., list(right)].amax(-1) > words[..., list(wrong)].amax(-1)
+        rest = visible[:, [*right, *wrong]].all(-1)
+        rest[[pronoun, *right, *wrong]] = False
+        column = self._find_name_choice_column()
+        self.hits[head_range, column] += prefers[:, pronoun]
+        self.unrelated_hits[head_range, column] += prefers[:, rest].double().mean(-1) if rest.any() else 0.0
 
     def _find_name_choice_column(self) -> int | None:
         """The column of choices between two names, if there is one."""
         return next((n for n, (relation, _) in enumerate(self.columns) if relation.among == "two names"), None)
 
-    def best_baseline(self, column: int) -> tuple[float, str]:
-        """How often the best baseline is right, and its name."""
-        best = max(self.baseline_hits[column].items(), key=lambda item: item[1], default=(0, 0))
-        share = best[1] / max(1, self.cases[column])
+    def best_baseline(self, column: int, head: int) -> tuple[float, str]:
+        """How often the best baseline is right in the cases of a head, and its name."""
+        counts = {baseline: int(of_heads[head]) for baseline, of_heads in self._baseline_hits[column].items()}
+        best = max(counts.items(), key=lambda item: item[1], default=(0, 0))
+        share = best[1] / max(1, int(self.cases[head, column]))
         if self.columns[column][0].among == "two names" and share < 0.5:
             return 0.5, "chance"
         return share, best[0] if isinstance(best[0], str) else _describe_offset(best[0])
 
 
-def _is_candidate(sentence: Sentence, word: int, among: Candidates) -> bool:
+def _mask_candidates(
+    sentence: Sentence, visible: Bool[Tensor, "words words"], among: Candidates
+) -> Bool[Tensor, "words words"]:
+    """The words that each word may choose: those it may attend to, of the right part of speech, other than itself."""
     # without part-of-speech tags, every word is a candidate
-    return among == "words" or not sentence.tags or sentence.tags[word] in _CANDIDATE_TAGS[among]
+    if among == "words" or not sentence.tags:
+        suitable = torch.ones(len(visible), dtype=torch.bool)
+    else:
+        suitable = torch.tensor([tag in _CANDIDATE_TAGS[among] for tag in sentence.tags])
+    return visible & suitable & ~torch.eye(len(visible), dtype=torch.bool)
 
 
-def _has_all_tokens(choice: PronounChoice, has_token: list[bool]) -> bool:
-    return all(has_token[word] for word in (choice.pronoun, *choice.right, *choice.wrong))
-
-
-def _correct_baselines(sentence: Sentence, pair: Pair, among: Candidates) -> list[int | str]:
-    """The model-free baselines that predict this pair: its offset, the nearest noun, the first noun, the nearest word of a tag."""
+def _correct_baselines(sentence: Sentence, pair: Pair, among: Candidates, words: Sequence[int]) -> list[int | str]:
+    """The model-free baselines that predict this pair among some words: its offset, the nearest noun, the first noun, the nearest
+    word of a tag.
+    """
     start, end = pair
     right: list[int | str] = [end - start]
     if among == "words" or not sentence.tags:
         return right
-    words = [word for word in range(len(sentence.words)) if word != start and _is_candidate(sentence, word, among)]
     before_first = lambda word: (word > start, abs(word - start))
     if among == "nouns":
         right += ["the nearest noun before"] if end == min(words, key=before_first, default=-1) else []

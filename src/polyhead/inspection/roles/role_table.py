@@ -64,7 +64,7 @@ ROLES: tuple[Role, ...] = (
     _make_pair_role("adjective-noun", "An adjective attends to its noun, or the noun to the adjective.", "amod", "adjective", "noun"),
     _make_pair_role("preposition", "A preposition attends to its noun, or the noun to the preposition.", "case", "preposition", "noun"),
     _make_pair_role("auxiliary", "An auxiliary attends to its verb, or the verb to the auxiliary.", "aux", "auxiliary", "verb"),
-    _make_pair_role("relative clause", "The verb of a relative clause attends to the noun that it modifies, or the noun to the verb.", "acl:relcl", "clause", "noun"),
+    _make_pair_role("relative clause", "The verb of a relative clause attends to the noun that it modifies, or the noun to the verb.", "acl:relcl", "relative clause", "noun"),
     Role(
         "coreference", "Of all nouns, a pronoun attends most to the one it refers to.", "pairs", 0.5,
         "the best of a fixed offset, the nearest noun and the first noun", Relation("coref", "nouns"), ("pronoun", "noun"),

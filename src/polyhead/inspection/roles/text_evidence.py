@@ -125,8 +125,7 @@ def _make_text_cards(layers: Sequence[_LayerEvidence]) -> tuple[list[Card], list
 
 def _concatenate_layers(sums: Sequence[ScoreSums]) -> ScoreSums:
     """The sums of all layers, head after head."""
-    total, weight, base = (torch.cat(parts) for parts in zip(*(of_layer[:3] for of_layer in sums), strict=True))
-    return ScoreSums(total, weight, base, min(of_layer.cases for of_layer in sums))
+    return ScoreSums(*(torch.cat(parts) for parts in zip(*sums, strict=True)))
 
 
 def _add_strongest_pairs(cards: Sequence[Card], layers: Sequence[_LayerEvidence]) -> list[Card]:
@@ -188,7 +187,7 @@ class _LayerEvidenceReader:
     def __init__(self, layer: MeasuredLayer, text: Tokens, batch: int, sentence: Sentence | None) -> None:
         self._layer, self._text, self._batch, self._sentence = layer, text, batch, sentence
         self._heads: list[int] = layer.heads.part.indices("heads").tolist()
-        self._special = torch.tensor(text.special, dtype=torch.bool)
+        self._special, self._labels = torch.tensor(text.special, dtype=torch.bool), text.labels
         self._position_sums: dict[str, ScoreSums] = {}
         self._best: dict[PairKind, _StrongestPairs] = {}
         self._one_word = _OneWordCounter(len(self._heads), text.words)
@@ -219,7 +218,8 @@ class _LayerEvidenceReader:
         between[:, torch.arange(len(words)), words] = 0.0
         self._one_word.add(between, (compute_word_attention(mask.float(), rows, text) > 0).sum(-1) - 1, words)
         self._keep_strongest_word_pairs(between, words)
-        self._keep_strongest_piece_pairs(weights, at)
+        # the weight of a query with a single allowed key is 1 by necessity
+        self._keep_strongest_piece_pairs(weights * (mask.sum(-1) > 1)[:, None], at)
 
     def _keep_strongest_word_pairs(self, between: Float[Tensor, "heads some words"], words: list[int]) -> None:
         """Keep the strongest pairs of words: of any two, and of each relation and direction."""
@@ -235,8 +235,9 @@ class _LayerEvidenceReader:
         key = torch.arange(len(self._special))
         masks: dict[str, Bool[Tensor, "some keys"]]
         masks = {name: target[:, None] == key for name, target in target_position_per_role(torch.tensor(at)).items()}
+        masks["first token"] = masks["first token"] & (torch.tensor(at) > 0)[:, None]
         for name, mask in (masks | {"delimiter": self._special.expand(len(at), -1)}).items():
-            self._best.setdefault(name, _StrongestPairs(self._text.pieces)).update(weights * mask, at)
+            self._best.setdefault(name, _StrongestPairs(self._labels)).update(weights * mask, at)
 
 
 def _pairs_by_relation(sentence: Sentence | None) -> Iterator[tuple[tuple[str, int], Sequence[tuple[int, int]]]]:
@@ -304,7 +305,7 @@ class _OneWordCounter:
         others = max(0, len(chances) - 1)
         weight = torch.full((self._heads,), float(others), dtype=torch.float64)
         expected = weight * (float(chances.mean()) if len(chances) else 1.0)
-        count = ScoreSums(number.double().clamp(max=others), weight, expected, others)
+        count = ScoreSums(number.double().clamp(max=others), weight, expected, torch.full((self._heads,), others))
         if not self._tops:
             return count, []
         to_word = torch.cat(self._strengths, -1) * (top == word[:, None])

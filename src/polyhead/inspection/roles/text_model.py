@@ -87,5 +87,16 @@ def _tokenize_with_transformers(tokenizer: Any, words: Sequence[str]) -> Tokens:
     encoding = tokenizer(list(words), is_split_into_words=True)
     ids = encoding["input_ids"]
     return Tokens(
-        torch.tensor(ids), tuple(tokenizer.convert_ids_to_tokens(ids)), tuple(encoding.word_ids()), tuple(words)
-    )
+        torch.tensor(ids), tuple(tokenizer.convert_ids_to_tokens(ids)), tuple(encoding.word_ids()), tuple(words),
+        unknown_id=_find_unknown_id(tokenizer),
+    )  # fmt: skip
+
+
+def _find_unknown_id(tokenizer: Any) -> int | None:
+    """The id that a fast tokenizer of transformers gives to unknown pieces; None if it has none, as with bytes."""
+    native = tokenizer.backend_tokenizer
+    # that of transformers is the end of a text in GPT-2, whose bytes are all known; only Unigram models do not have their own
+    if not hasattr(native.model, "unk_token"):
+        found: int | None = tokenizer.unk_token_id
+        return found
+    return None if native.model.unk_token is None else native.token_to_id(native.model.unk_token)

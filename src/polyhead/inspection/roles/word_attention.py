@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from polyhead.models import Tokens
@@ -16,6 +16,11 @@ def compute_word_attention(
     to = _word_membership_matrix(rows, weights)
     of = to if columns is None else _word_membership_matrix(columns, weights)
     return (to / to.sum(0).clamp(min=1)).T @ weights @ of
+
+
+def mask_visible_words(tokens: Tokens, allowed: Bool[Tensor, "tokens tokens"]) -> Bool[Tensor, "words words"]:
+    """Which words a word may attend to; words without a token attend to nothing."""
+    return compute_word_attention(allowed.float(), tokens) > 0
 
 
 def _word_membership_matrix(text: Tokens, like: Tensor) -> Float[Tensor, "pieces words"]:
