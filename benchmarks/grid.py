@@ -81,6 +81,25 @@ def _relative(train: bool, window: int = 7) -> Sides:
     )
 
 
+def _partitioned(windows: int, side: int, heads: int, dim: int, train: bool) -> Sides:
+    """Windows that partition images, as in Swin: entries of a batch, with one learned number per head and offset within a window."""
+    torch.manual_seed(0)
+    made = [torch.randn(windows, side * side, heads, dim, requires_grad=train).transpose(1, 2) for _ in range(3)]
+    q, k, v = made
+    reach = side - 1
+    over, position = Grid(side, side), RelativeBias(heads, window=(2 * reach + 1,) * 2)
+    apart = over.lattice.key_coordinates(q.device) - over.lattice.query_coordinates(q.device)[:, None]
+    place = ((apart + reach) * torch.tensor([2 * reach + 1, 1])).sum(-1)
+    leaves = {**_leaves(made), "the table": position.weight} if train else {}
+
+    def theirs() -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=position.weight[place].permute(2, 0, 1)[None])
+
+    return Sides(
+        _side(lambda: attend(q, k, v, over=over, position=position), leaves, train), _side(theirs, leaves, train)
+    )
+
+
 def _convolution(side: int, batch: int, train: bool) -> Sides:
     torch.manual_seed(0)
     conv = nn.Conv2d(64, 64, 3, padding=1)
@@ -118,6 +137,8 @@ CASES: tuple[Case, ...] = (
     *_pair("grid-64x64-window31", "SDPA, mask", partial(_under_mask, 31, 1)),
     *_pair("grid-64x64-window7-unfold", "F.unfold", _unfolded),
     *_pair("grid-64x64-window7-relative", "SDPA, bias", _relative),
+    *_pair("partitioned-windows-256x7x7-4x8", "SDPA, bias", partial(_partitioned, 256, 7, 4, 8)),
+    *_pair("partitioned-windows-256x7x7-4x32", "SDPA, bias", partial(_partitioned, 256, 7, 4, 32)),
     *_pair("conv-64-3x3-8x32x32", "nn.Conv2d", partial(_convolution, 32, 8)),
     *_pair("conv-64-3x3-8x64x64", "nn.Conv2d", partial(_convolution, 64, 8)),
 )

@@ -65,7 +65,7 @@ def expected_kernel(row: Row, built: Built) -> str:
     if unmasked and not biased and not padded and not sooner and row.option not in ("sink", "dropout"):
         return "fused"
     few = layout.keys * max(layout.dim, layout.value_dim) <= short.MAX_KEY_NUMBERS
-    return "short" if few and built.over.exact and not biased and native is not None else "tiled"
+    return "short" if few and built.over.exact and native is not None else "tiled"
 
 
 def differs(a: torch.Tensor, b: torch.Tensor, tolerance: float) -> bool:

@@ -305,6 +305,8 @@ void test_short_and_skinny_gemm() {
     for (const Kernels *kernels : instruction_sets()) {
         std::string wrong = short_test::test<float>(*kernels, generator);
         if (wrong.empty()) wrong = short_test::test<double>(*kernels, generator);
+        if (wrong.empty()) wrong = short_test::test_bias<float>(*kernels, generator);
+        if (wrong.empty()) wrong = short_test::test_bias<double>(*kernels, generator);
         if (wrong.empty()) wrong = short_test::test_skinny_gemm(*kernels, generator);
         if (!wrong.empty()) fail(std::string(kernels->name) + ", few keys: " + wrong);
     }

@@ -187,12 +187,12 @@ EDGES = """
 
 SHORT = """
     x, first = torch.randn(2, 4, 10, 8), torch.zeros(1, 10, dtype=torch.int32)
-    good = dict(q=x, k=x, v=x, first=first, stop=first + 10, seed=None, scale=1.0, dropout=0.0)
+    good = dict(q=x, k=x, v=x, first=first, stop=first + 10, table=None, bias=None, seed=None, scale=1.0, dropout=0.0)
     def forward(**changed):
         return torch.ops.polyhead.short(*{**good, **changed}.values())
     out, lse = forward()
     def backward(d_out=out, d_lse=lse, saved=out, saved_lse=lse, **changed):
-        return torch.ops.polyhead.short_backward(d_out, d_lse, saved, saved_lse, *{**good, **changed}.values(), [True] * 3)
+        return torch.ops.polyhead.short_backward(d_out, d_lse, saved, saved_lse, *{**good, **changed}.values(), [True] * 5)
     backward()
     many = torch.randn(300, 4, 10, 8)
     wrong = [
@@ -200,6 +200,11 @@ SHORT = """
         dict(k=x[:, :2]), dict(k=x[:, :0], v=x[:, :0]), dict(q=x[0]), dict(k=x.double()), dict(q=x.half(), k=x.half(), v=x.half()),
         dict(first=first.long()), dict(first=first[:, :5]), dict(first=first[0]), dict(stop=torch.zeros(7, 10, dtype=torch.int32)),
         dict(first=first.expand(3, 10), stop=first.expand(3, 10)), dict(dropout=1.0), dict(dropout=float("nan")),
+        dict(table=torch.zeros(4, 18)), dict(table=torch.zeros(3, 19)), dict(table=torch.zeros(4, 1)), dict(table=torch.zeros(19)),
+        dict(table=torch.zeros(1, 4, 19)), dict(table=torch.zeros(4, 19).double()),
+        dict(bias=torch.zeros(3, 4, 10, 10)), dict(bias=torch.zeros(2, 2, 10, 10)), dict(bias=torch.zeros(2, 4, 9, 10)),
+        dict(bias=torch.zeros(2, 4, 10, 9)), dict(bias=torch.zeros(4, 10, 10)), dict(bias=torch.zeros(1, 2, 4, 10, 10)), dict(bias=torch.zeros(())),
+        dict(bias=torch.zeros(2, 4, 10, 10).double()), dict(bias=torch.zeros(2, 0, 10, 10)),
     ]
     for number, changed in enumerate(wrong):
         refused(f"short {number} {list(changed)}", lambda: forward(**changed))

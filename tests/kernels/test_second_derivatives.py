@@ -47,6 +47,8 @@ ALONG_KEYS: dict[str, tuple[str, dict[str, Any]]] = {
     "short-padding": ("short", {"over": Padding(torch.tensor([4, 0]))}),
     "short-dropout": ("short", {"over": Causal(), "dropout": 0.4, "seed": 3}),
     "short-sink": ("short", {"over": Causal(), "sink": 0.3}),
+    "short-alibi": ("short", {"position": ALiBi(HEADS)}),
+    "short-bias": ("short", {"over": Causal(), "bias": torch.linspace(-1, 1, ITEMS, dtype=torch.float64)[None]}),
     "tiled": ("tiled", {"over": Causal() & Window(2)}),
     "tiled-mask": ("tiled", {"over": Mask(torch.rand(BATCH, HEADS, ITEMS, ITEMS) > 0.4)}),
     "tiled-dropout": ("tiled", {"over": Padding(torch.tensor([4, 0])), "dropout": 0.4, "seed": 3}),
@@ -71,14 +73,15 @@ def test_keys_and_values_of_different_widths(kernel: str, value_dim: int):
     check(lambda q, k, v: attend(q, k, v, kernel=kernel), *tensors(value_dim=value_dim, queries=4))
 
 
-def test_learned_bias_and_table():
+@pytest.mark.parametrize("kernel", ["short", "tiled"])
+def test_learned_bias_and_table(kernel: str):
     torch.manual_seed(0)
     q, k, v = tensors()
     bias = torch.randn(HEADS, 1, ITEMS, dtype=torch.float64).requires_grad_()
     position = RelativeBias(HEADS, buckets=4, max_distance=5).double()
 
     def call(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, _: Tensor) -> Tensor:
-        return attend(q, k, v, over=Causal(), bias=bias, position=position, kernel="tiled")
+        return attend(q, k, v, over=Causal(), bias=bias, position=position, kernel=kernel)
 
     check(call, q, k, v, bias, position.weight)
 

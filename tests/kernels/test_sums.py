@@ -90,9 +90,11 @@ def cases() -> dict[str, Case]:
         "keys-masked": Case(("tiled", "reference"), some_keys),
         # (fused and tiled leave the sum over the heads of a group to torch's kernel, which sums in bf16 or fp16)
         "keys-of-many-heads": Case(("short", "reference"), q=(HUB, 2), k=(1, 3)),
+        "all-keys-bias": Case(("short", "tiled", "reference"), options={"bias": some(HEADS, 1, 3)}),
+        "all-keys-bias-of-all": Case(("short", "tiled", "reference"), options={"bias": some(1, 1, 3)}),
         "keys-bias": Case(("tiled", "reference"), some_keys, options={"bias": some(HEADS, 1, 3)}),
         "keys-bias-of-all": Case(("tiled", "reference"), some_keys, options={"bias": some(1, 1, 3)}),
-        "keys-table": Case(("tiled", "reference"), position=lambda: RelativeBias(HEADS)),
+        "keys-table": Case(("short", "tiled", "reference"), position=lambda: RelativeBias(HEADS)),
         "keys-sink": Case(("short", "tiled", "reference"), options={"sink": some(HEADS)}),
         "keys-gat": Case(("reference",), score=lambda: GAT(HEADS, DIM, bias=True)),
         "keys-gatv2": Case(("reference",), score=lambda: GATv2(HEADS, DIM)),

@@ -70,6 +70,13 @@ struct Strided {
     int64_t batch, head, item;
 };
 
+// A term added to the scores, or its gradient, (batch, heads, queries, keys) with strides in elements: 0 where it broadcasts, and 1
+// along other keys. A table over key - query has the stride -1 along queries. The pointer is at query 0 and key 0; null if absent.
+struct ShortBias {
+    const void *data;
+    int64_t batch, head, query, key;
+};
+
 // Attention along few keys: they and their gradients fit into the caches of a core.
 struct Short {
     bool is_double;
@@ -82,12 +89,14 @@ struct Short {
     int64_t threshold;
     int32_t seed;
     int threads;
+    ShortBias bias[2];
 };
 
 struct ShortGradients {
     Strided d_out;
     const void *d_lse;  // as lse, or null
     Strided dq, dk, dv;
+    ShortBias d_bias[2];  // absent where no gradient is needed
 };
 
 // Attention over the windows of a grid; queries and keys are all of its points.

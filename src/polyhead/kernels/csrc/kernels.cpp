@@ -5,7 +5,7 @@
 #include "edges/backward_pass.hpp"
 #include "grid/backward.hpp"
 #include "score_stats.hpp"
-#include "short.hpp"
+#include "short/parts.hpp"
 #include "linalg/stiefel.hpp"
 #include "linalg/skinny_gemm.hpp"
 

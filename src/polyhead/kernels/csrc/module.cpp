@@ -98,27 +98,35 @@ using Axes = std::vector<int64_t>;
 
 Strided strided(const Axes &x) { return {reinterpret_cast<const void *>(x.at(0)), x.at(1), x.at(2), x.at(3)}; }
 
-Short short_of(bool wide, const Sizes &n, const Axes &q, const Axes &k, const Axes &v, const Axes &out_, Pointer lse,
-               Pointer first, Pointer stop, int64_t rows, double scale, double dropout, int64_t threshold, int32_t seed,
-               int threads) {
-    return {wide, n.at(0), n.at(1), n.at(2), n.at(3), n.at(4), n.at(5), n.at(6), strided(q), strided(k), strided(v),
-            strided(out_), out(lse), in<int32_t>(first), in<int32_t>(stop), rows, scale, dropout, threshold, seed, threads};
+// the term at `place`: a pointer, and the strides of batch, heads, queries and keys; absent if the list is empty
+ShortBias bias_at(const Axes &terms, size_t place) {
+    if (terms.empty()) return {};
+    const size_t i = 5 * place;
+    return {reinterpret_cast<const void *>(terms.at(i)), terms.at(i + 1), terms.at(i + 2), terms.at(i + 3), terms.at(i + 4)};
 }
 
-void short_forward(bool wide, const Sizes &sizes, const Axes &q, const Axes &k, const Axes &v, const Axes &out_,
-                   Pointer lse, Pointer first, Pointer stop, int64_t rows, double scale, double dropout,
+Short make_short(bool is_double, const Sizes &n, const Axes &q, const Axes &k, const Axes &v, const Axes &out_, Pointer lse,
+               Pointer first, Pointer stop, int64_t rows, const Axes &bias, double scale, double dropout, int64_t threshold,
+               int32_t seed, int threads) {
+    return {is_double, n.at(0), n.at(1), n.at(2), n.at(3), n.at(4), n.at(5), n.at(6), strided(q), strided(k), strided(v),
+            strided(out_), out(lse), in<int32_t>(first), in<int32_t>(stop), rows, scale, dropout, threshold, seed, threads,
+            {bias_at(bias, 0), bias_at(bias, 1)}};
+}
+
+void short_forward(bool is_double, const Sizes &sizes, const Axes &q, const Axes &k, const Axes &v, const Axes &out_,
+                   Pointer lse, Pointer first, Pointer stop, int64_t rows, const Axes &bias, double scale, double dropout,
                    int64_t threshold, int32_t seed, int threads) {
-    const Short s = short_of(wide, sizes, q, k, v, out_, lse, first, stop, rows, scale, dropout, threshold, seed, threads);
+    const Short s = make_short(is_double, sizes, q, k, v, out_, lse, first, stop, rows, bias, scale, dropout, threshold, seed, threads);
     nb::gil_scoped_release free;
     throw_unless_allocated(kernels_in_use().short_forward(s));
 }
 
-void short_backward(bool wide, const Sizes &sizes, const Axes &q, const Axes &k, const Axes &v, const Axes &d_out,
-                    Pointer lse, Pointer first, Pointer stop, int64_t rows, double scale, double dropout,
+void short_backward(bool is_double, const Sizes &sizes, const Axes &q, const Axes &k, const Axes &v, const Axes &d_out,
+                    Pointer lse, Pointer first, Pointer stop, int64_t rows, const Axes &bias, double scale, double dropout,
                     int64_t threshold, int32_t seed, int threads, Pointer d_lse, const Axes &dq, const Axes &dk,
-                    const Axes &dv) {
-    const Short s = short_of(wide, sizes, q, k, v, d_out, lse, first, stop, rows, scale, dropout, threshold, seed, threads);
-    const ShortGradients g{strided(d_out), in(d_lse), strided(dq), strided(dk), strided(dv)};
+                    const Axes &dv, const Axes &d_bias) {
+    const Short s = make_short(is_double, sizes, q, k, v, d_out, lse, first, stop, rows, bias, scale, dropout, threshold, seed, threads);
+    const ShortGradients g{strided(d_out), in(d_lse), strided(dq), strided(dk), strided(dv), {bias_at(d_bias, 0), bias_at(d_bias, 1)}};
     nb::gil_scoped_release free;
     throw_unless_allocated(kernels_in_use().short_backward(s, g));
 }
@@ -302,9 +310,10 @@ NB_MODULE(_native, m) {
           "stop"_a, "key_bias"_a, "row_max"_a, "row_sum"_a, "high"_a, "low"_a, "position"_a, "row_weights"_a, "key_weights"_a, "sums"_a,
           "row_sums"_a, "chunk_first"_a, "chunks"_a, "column_sums"_a, "top_score"_a, "top_key"_a, "top"_a, "threads"_a);
     m.def("short_forward", &short_forward, "double"_a, "sizes"_a, "q"_a, "k"_a, "v"_a, "out"_a, "lse"_a, "first"_a, "stop"_a,
-          "rows"_a, "scale"_a, "dropout"_a, "threshold"_a, "seed"_a, "threads"_a);
+          "rows"_a, "bias"_a, "scale"_a, "dropout"_a, "threshold"_a, "seed"_a, "threads"_a);
     m.def("short_backward", &short_backward, "double"_a, "sizes"_a, "q"_a, "k"_a, "v"_a, "d_out"_a, "lse"_a, "first"_a,
-          "stop"_a, "rows"_a, "scale"_a, "dropout"_a, "threshold"_a, "seed"_a, "threads"_a, "d_lse"_a, "dq"_a, "dk"_a, "dv"_a);
+          "stop"_a, "rows"_a, "bias"_a, "scale"_a, "dropout"_a, "threshold"_a, "seed"_a, "threads"_a, "d_lse"_a, "dq"_a, "dk"_a,
+          "dv"_a, "d_bias"_a);
     m.def("grid_forward", &grid_forward, "double"_a, "sizes"_a, "window"_a, "q"_a, "k"_a, "v"_a, "out"_a, "lse"_a, "table"_a,
           "scale"_a, "dropout"_a, "threshold"_a, "seed"_a, "threads"_a);
     m.def("grid_backward", &grid_backward, "double"_a, "sizes"_a, "window"_a, "q"_a, "k"_a, "v"_a, "out"_a, "lse"_a, "table"_a,

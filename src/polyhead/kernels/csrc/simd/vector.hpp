@@ -75,6 +75,28 @@ POLYHEAD_INLINE Vec<I, W> iota() {
     return lanes;
 }
 
+// The first `count` lanes, less than all; zeros elsewhere. Reads nothing beyond them.
+template <class T>
+POLYHEAD_INLINE Vec<T, NATIVE<T>> load_first(const T *from, int count) {
+#if defined(__AVX512F__)
+    const unsigned mask = (1u << count) - 1;
+    if constexpr (sizeof(T) == 4)
+        return _mm512_maskz_loadu_ps(__mmask16(mask), from);
+    else
+        return _mm512_maskz_loadu_pd(__mmask8(mask), from);
+#elif defined(__AVX2__)
+    const auto mask = iota<Int<T>, NATIVE<T>>() < Int<T>(count);
+    if constexpr (sizeof(T) == 4)
+        return _mm256_maskload_ps(from, (__m256i)mask);
+    else
+        return _mm256_maskload_pd(from, (__m256i)mask);
+#else
+    Vec<T, NATIVE<T>> x{};
+    for (int lane = 0; lane < count; ++lane) x[lane] = from[lane];
+    return x;
+#endif
+}
+
 template <class V>
 POLYHEAD_INLINE V larger(V x, V y) {
     return x > y ? x : y;

@@ -10,6 +10,7 @@
 #include "simd/math.hpp"
 #include "simd/scratch.hpp"
 #include "kernel_arguments.hpp"
+#include "short/bias.hpp"
 
 namespace polyhead {
 namespace {
@@ -33,21 +34,32 @@ struct ShortWork {
     // of the queries of a head: the largest score, and the sum of exponentials
     T *row_max, *row_sum;
     bool checked = false, finite = false;
+    const bool biased;
+    // the gradients of the bias: where they are summed, and the sums
+    BiasSums<T> bias_sums[2];
+    T *bias_grads[2] = {};
 
     // vectors of two lanes are padded in pairs
     static constexpr int UNIT = L > 4 ? L : 4;
     static int64_t whole(int64_t n) { return (n + UNIT - 1) / UNIT * UNIT; }
     static int64_t halves(int64_t n) { return (n + HALF - 1) / HALF * HALF; }
 
+    static BiasSums<T> sums_of(const Short &in, const ShortGradients *g, int term) {
+        return BiasSums<T>(in, g ? g->d_bias[term] : ShortBias{}, whole(in.keys));
+    }
+
     // the numbers of scratch memory per thread
-    static int64_t workspace_size(const Short &in) {
+    static int64_t workspace_size(const Short &in, const ShortGradients *g) {
         const int64_t keys = whole(in.keys), dim = halves(in.dim), width = halves(in.width);
-        const int64_t size = 3 * keys * (dim + width) + BLOCK_QUERIES * (3 * keys + dim + width) + 2 * whole(in.queries);
+        int64_t size = 3 * keys * (dim + width) + BLOCK_QUERIES * (3 * keys + dim + width) + 2 * whole(in.queries);
+        for (int term : {0, 1}) size += sums_of(in, g, term).shared ? 0 : sums_of(in, g, term).size(in);
         return (size + 15) / 16 * 16;
     }
 
     // `workspace`: workspace_size zeros
-    ShortWork(const Short &problem, T *workspace) : in(problem), keys(whole(in.keys)), dim(halves(in.dim)), width(halves(in.width)) {
+    ShortWork(const Short &problem, const ShortGradients *g, T *workspace)
+        : in(problem), keys(whole(in.keys)), dim(halves(in.dim)), width(halves(in.width)),
+          biased(in.bias[0].data || in.bias[1].data), bias_sums{sums_of(in, g, 0), sums_of(in, g, 1)} {
         auto take = [&](int64_t count) {
             T *taken = workspace;
             workspace += count;
@@ -58,6 +70,8 @@ struct ShortWork {
         p = take(BLOCK_QUERIES * keys), ds = take(BLOCK_QUERIES * keys), p_dropped = take(BLOCK_QUERIES * keys);
         q = take(BLOCK_QUERIES * dim), d_out = take(BLOCK_QUERIES * width);
         row_max = take(whole(in.queries)), row_sum = take(whole(in.queries));
+        for (int term : {0, 1})
+            if (!bias_sums[term].shared) bias_grads[term] = take(bias_sums[term].size(in));
     }
 
     static const T *at(const Strided &x, int64_t b, int64_t h, int64_t i) {
@@ -121,6 +135,40 @@ struct ShortWork {
         return dropout_factor<T, L>(dropout, query, iota<uint32_t, L>() + uint32_t(c), T(1 / (1 - in.dropout)));
     }
 
+    // Adds the bias to the scores of R queries. Not inlined, nor is the next: calls without a bias keep their registers.
+    template <int R>
+    __attribute__((noinline)) void add_bias(int64_t b, int64_t h, int64_t query, const Span &keys_of) {
+        for (const ShortBias &term : in.bias) {
+            if (!term.data) continue;
+            const T *from = static_cast<const T *>(term.data) + b * term.batch + h * term.head + query * term.query;
+            for (int r = 0; r < R; ++r)
+                add_bias_row(from + r * term.query, term.key, in.keys, p + r * keys, keys_of.begin, keys_of.end);
+        }
+    }
+
+    // Adds the gradients of the scores of R queries to those of the bias.
+    template <int R>
+    __attribute__((noinline)) void add_bias_gradients(const ShortGradients &g, int64_t b, int64_t h, int64_t query, const Span &keys_of) {
+        for (int term : {0, 1}) {
+            const BiasSums<T> &sums = bias_sums[term];
+            if (!sums.needed) continue;
+            T *into = bias_grads[term] + sums.head(h) + sums.start + query * sums.row;
+            for (int r = 0; r < R; ++r, into += sums.row) {
+                const T *grads = ds + r * keys;
+                const Int<T> first = Int<T>(first_of(b, query + r)), stop = Int<T>(stop_of(b, query + r));
+                V sum{};
+                for (int64_t c = keys_of.begin; c < keys_of.end; c += L) {
+                    const V x = masked(grads, c, first, stop, T(0));
+                    if (g.d_bias[term].key)
+                        store(into + c, load<V>(into + c) + x);
+                    else
+                        sum += x;
+                }
+                if (!g.d_bias[term].key) *into += sum_lanes(sum);
+            }
+        }
+    }
+
     template <int R>
     void forward_rows(int64_t b, int64_t h, int64_t query, Dropout dropout, uint32_t head) {
         const Span keys_of = span(b, query, R);
@@ -131,6 +179,7 @@ struct ShortWork {
                 return;
             }
         Products::template product<R>(at(in.q, b, h, query), in.q.item, k_transposed, 0, in.dim, keys, p, keys_of.begin, keys_of.end);
+        if (biased) add_bias<R>(b, h, query, keys_of);
         // separate short loops, so that the CPU overlaps several rows of each
         for (int r = 0; r < R; ++r) {
             T *row = p + r * keys;
@@ -176,8 +225,12 @@ struct ShortWork {
         copy_rows<L>(row_sum, 0, static_cast<T *>(in.lse) + (b * in.heads + h) * in.queries, 0, 1, in.queries);
     }
 
-    // Whether the queries and gradients of these rows are finite; q and d_out have been copied.
+    // Whether the queries and gradients of these rows are finite, and their scores with a bias; q and d_out have been copied.
     bool rows_finite(const ShortGradients &g, int64_t b, int64_t h, int64_t query, int64_t rows) const {
+        // a bias of NaN or inf makes the log-sum-exp NaN or inf; one of -inf has a weight of zero
+        const T *lse = static_cast<const T *>(in.lse) + (b * in.heads + h) * in.queries + query;
+        for (int64_t r = 0; biased && r < rows; ++r)
+            if (!(lse[r] < -NEGATIVE_INFINITY<T>)) return false;
         const T *d_lse = g.d_lse ? static_cast<const T *>(g.d_lse) + (b * in.heads + h) * in.queries + query : nullptr;
         return all_finite(q, rows * dim) && all_finite(d_out, rows * width) && (!d_lse || all_finite(d_lse, rows));
     }
@@ -193,6 +246,7 @@ struct ShortWork {
                 return;
             }
         Products::template product<R>(q, dim, k_transposed, 0, in.dim, keys, p, keys_of.begin, keys_of.end);
+        if (biased) add_bias<R>(b, h, query, keys_of);
         Products::template product<R>(d_out, width, v_transposed, 0, in.width, keys, ds, keys_of.begin, keys_of.end);
         const int64_t number = (b * in.heads + h) * in.queries + query;
         T *const dropped = dropout.on ? p_dropped : p;
@@ -220,6 +274,7 @@ struct ShortWork {
             for (int64_t c = keys_of.begin; c < keys_of.end; c += L)
                 store(grads + c, load<V>(row + c) * (load<V>(grads + c) - delta));
         }
+        if (biased) add_bias_gradients<R>(g, b, h, query, keys_of);
         Products::template add_outer<R>(dropped, keys, d_out, width, keys_of.first, keys_of.stop, dv);
         Products::template add_outer<R>(ds, keys, q, dim, keys_of.first, keys_of.stop, dk);
         // q is reused for dq
@@ -257,6 +312,23 @@ struct ShortWork {
         copy_rows<L>(at(in.v, b, key_head, 0), in.v.item, v, width, in.keys, in.width);
     }
 
+    // Clears the sums of what no other entry of the batch shares.
+    void begin_bias_gradients(int64_t h) {
+        for (int term : {0, 1}) {
+            const BiasSums<T> &sums = bias_sums[term];
+            if (!sums.needed || sums.shared || !(sums.by_head || h == 0)) continue;
+            for (int64_t n = 0; n < sums.slice; ++n) bias_grads[term][n] = 0;
+        }
+    }
+
+    void write_bias_gradients(const ShortGradients &g, int64_t b, int64_t h) {
+        for (int term : {0, 1}) {
+            const BiasSums<T> &sums = bias_sums[term];
+            if (!sums.needed || sums.shared || !(sums.by_head || h + 1 == in.heads)) continue;
+            sums.write(in, g.d_bias[term], bias_grads[term], b, h);
+        }
+    }
+
     // All query heads that share one key head.
     void forward(int64_t b, int64_t key_head) {
         const Dropout dropout = dropout_of(in.dropout, in.threshold);
@@ -276,41 +348,15 @@ struct ShortWork {
         Products::transpose(k, keys, dim, k_transposed), Products::transpose(v, keys, width, v_transposed);
         for (int64_t n = 0; n < in.keys * dim; ++n) dk[n] = 0;
         for (int64_t n = 0; n < in.keys * width; ++n) dv[n] = 0;
-        for (int64_t h = key_head * group; h < (key_head + 1) * group; ++h)
+        for (int64_t h = key_head * group; h < (key_head + 1) * group; ++h) {
+            begin_bias_gradients(h);
             backward_queries(g, b, h, 0, dropout, head_hash(dropout, b, h));
+            write_bias_gradients(g, b, h);
+        }
         copy_rows<L>(dk, dim, to(g.dk, b, key_head, 0), g.dk.item, in.keys, in.dim, T(in.scale));
         copy_rows<L>(dv, width, to(g.dv, b, key_head, 0), g.dv.item, in.keys, in.width);
     }
 };
-
-// False if there is no memory.
-template <class T, class Work>
-bool over_key_heads(const Short &in, const ShortGradients *g, Work work) {
-    const int64_t count = in.batch * in.key_heads, size = whole_lines(ShortWork<T>::workspace_size(in) * sizeof(T));
-    const int threads = int(in.threads < count ? in.threads : count > 1 ? count : 1);
-    Scratch scratch;
-    if (!scratch.reserve_zeros(size_t(size * threads))) return false;
-#pragma omp parallel for num_threads(threads) schedule(static)
-    for (int part = 0; part < threads; ++part) {
-        ShortWork<T> mine(in, reinterpret_cast<T *>(scratch.as<char>() + part * size));
-        const int64_t stop = count * (part + 1) / threads;
-        for (int64_t n = count * part / threads; n < stop; ++n) {
-            if (n + 1 < stop) mine.prefetch(g, (n + 1) / in.key_heads, (n + 1) % in.key_heads);
-            work(mine, n / in.key_heads, n % in.key_heads);
-        }
-    }
-    return true;
-}
-
-template <class T>
-bool short_forward(const Short &in) {
-    return over_key_heads<T>(in, nullptr, [](ShortWork<T> &mine, int64_t b, int64_t h) { mine.forward(b, h); });
-}
-
-template <class T>
-bool short_backward(const Short &in, const ShortGradients &g) {
-    return over_key_heads<T>(in, &g, [&](ShortWork<T> &mine, int64_t b, int64_t h) { mine.backward(g, b, h); });
-}
 
 }  // namespace
 }  // namespace polyhead
