@@ -282,7 +282,10 @@ def hint_for_mask(keep: Tensor) -> str:
     if keep.layout != torch.strided:
         return "for edges as a sparse matrix pass Graph(matrix)" if keep.dim() == 2 else ""
     if keep.is_floating_point() or keep.is_complex():
-        return "to add numbers to the scores pass bias=...; for an additive mask, 0 where attention is allowed, pass keep = mask == 0"
+        return (
+            "for a mask of 0 and 1 (1 = may attend) pass keep.bool(); to add numbers to the scores pass bias=...; for an additive mask of "
+            "0 and -inf pass keep == 0"
+        )
     if keep.dim() == 2 and keep.shape[0] == 2:
         return "for edges pass Graph(edge_index, num_nodes), for a mask of 0 and 1 keep.bool()"
     return "for a mask of 0 and 1 (1 = may attend) pass keep.bool(), for lengths Padding(lengths)"

@@ -154,7 +154,7 @@ def test_texts_that_a_model_cannot_read(small_gpt, capsys):
     shown = " ".join(capsys.readouterr().out.split())
     assert shown.startswith("The roles of the heads are not known: small does not know the words of the sentences.")
     notes = read_record()["notes"]
-    assert notes[0] == "80% of the text's pieces are not in the vocabulary of small, which cannot tell them apart."
+    assert notes[0] == "80% of the text's words are not in the vocabulary of small, which cannot tell them apart."
     assert notes[1].startswith("sentences: 259 of 259 texts were left out; more than 20% of their pieces are not in")
     assert all(note in shown for note in notes[:3]) and "no role" not in shown
     # with sentences that it can read

@@ -245,6 +245,12 @@ def test_the_share_of_unknown_pieces(tokenizer: Tokenizer, byte_level: Tokenizer
     assert tokenizer("the dog ran home").unknown_share == 0.5
     assert tokenizer("the cat dog dog").truncate(4).unknown_share == 0.0
     assert tokenizer("").unknown_share == 0.0
+    # words are counted: one of two is unknown, however many pieces the other has
+    ids = torch.tensor([0, 5, 6, 7, 8, 1])
+    spelled = Tokens(
+        ids, ("[CLS]", "c", "##a", "##t", "##s", "[UNK]"), (None, 0, 0, 0, 0, 1), ("cats", "dogs"), unknown_id=1
+    )
+    assert spelled.unknown_share == 0.5
     # a word that the tokenizer drops is unknown, too
     assert tokenizer.encode_words(["the", "\u200b"]).unknown_share == 0.5
     # bytes are all known
@@ -258,4 +264,4 @@ def test_the_share_of_unknown_pieces(tokenizer: Tokenizer, byte_level: Tokenizer
     unigram = Tokenizer.from_pretrained(tmp_path)
     tokens = unigram("cat dog")
     assert tokens.words == ("cat", "dog") and tokens.word_of == (0, 1, 1), "an unknown word is not a special token"
-    assert unigram.unknown_id == 0 and tokens.unknown_share == pytest.approx(1 / 3)
+    assert unigram.unknown_id == 0 and tokens.unknown_share == 0.5

@@ -89,7 +89,7 @@ def call(over, batch=3, heads=4, queries=5, keys=7):
         ),
         (
             lambda: call(torch.zeros(5, 7)),
-            r"Mask: keep must be bool.*got torch.float32; .*pass bias=.*keep = mask == 0",
+            r"Mask: keep must be bool.*got torch.float32; .*pass bias=.*keep == 0",
         ),
         (
             lambda: call(torch.ones(5, 7).int()),

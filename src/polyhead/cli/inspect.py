@@ -127,7 +127,7 @@ def _inspect_text(arguments: argparse.Namespace, stderr: Console, console: Conso
         tokens = truncated
     if tokens.unknown_share > 0:
         notes.append(
-            f"{tokens.unknown_share:.0%} of the text's pieces are not in the vocabulary of {name}, which cannot tell them apart."
+            f"{tokens.unknown_share:.0%} of the text's words are not in the vocabulary of {name}, which cannot tell them apart."
         )
     with stderr.status("Running the model …"), torch.no_grad(), capture(model) as seen:
         try:

@@ -72,11 +72,14 @@ class Tokens:
 
     @property
     def unknown_share(self) -> float:
-        """The share of the pieces of words that are not in the vocabulary; a word without a piece counts as one."""
-        of_words = self.ids[[not special for special in self.special]] if len(self.ids) else self.ids
-        without_piece = len(set(range(len(self.words))) - set(self.word_of))
-        unknown = 0 if self.unknown_id is None else int((of_words == self.unknown_id).sum())
-        return (unknown + without_piece) / max(1, len(of_words) + without_piece)
+        """The share of the words of which a piece is not in the vocabulary, or that have no piece at all.
+
+        Words are counted, not pieces: a small vocabulary spells the others in letters, which would hide the unknown ones.
+        """
+        known = set(self.word_of)
+        if self.unknown_id is not None and len(self.ids):
+            known -= {word for word, id in zip(self.word_of, self.ids.tolist(), strict=True) if id == self.unknown_id}
+        return sum(word not in known for word in range(len(self.words))) / max(1, len(self.words))
 
     def truncate(self, limit: int) -> Tokens:
         """The text truncated to `limit` tokens, including the special tokens at its end; itself if it fits.

@@ -272,3 +272,29 @@ def test_windows_are_not_laid_over_the_whole_image():
     assert note.startswith("The image is drawn under row 7 of 256 of the batch. If the rows are windows of the image")
     assert content(report(self_heads(35, batch=1), image=PHOTO, grid=GRID))["notes"] == []
     assert np.array(content(report(self_heads(4, batch=256)))["notes"]).size == 0
+
+
+def test_a_grid_that_contradicts_the_attention_is_refused():
+    layer = MultiHeadAttention(8, num_heads=2)
+    _, heads = layer(torch.randn(1, 64, 8), over=Grid(8, 8))
+    image = torch.rand(3, 32, 32)
+    report(heads, image=image, grid=(8, 8))
+    with pytest.raises(
+        ValueError, match=r"grid must be \(8, 8\), the grid of the attention's keys, got \(7, 9\); leave it out"
+    ):
+        report(heads, image=image, grid=(7, 9))
+
+
+def test_a_report_of_attention_that_was_not_recorded_says_so():
+    class WrittenOut(torch.nn.Linear):
+        def forward(self, x):
+            q = super().forward(x)
+            return (q @ q.mT).softmax(-1) @ q
+
+    model = WrittenOut(8, 8)
+    with pytest.warns(UserWarning, match="not recorded"), capture(model) as seen:
+        model(torch.randn(1, 5, 8))
+    with pytest.raises(
+        ValueError, match=r"1 attention call not recorded, in WrittenOut.*F\.scaled_dot_product_attention"
+    ):
+        report(seen)

@@ -62,7 +62,7 @@ def test_unknown_sentences_give_no_roles(text_model):
     assert found.cards == found.measured == []
     left_out, not_measured = found.notes
     assert left_out.startswith(
-        "sentences: 259 of 259 texts were left out; more than 20% of their pieces are not in the model's vocabulary. Pass sentences in "
+        "sentences: 259 of 259 texts were left out; more than 20% of their words are not in the model's vocabulary. Pass sentences in "
         "words that the model knows, one per line (--corpus F,"
     )
     assert not_measured == "Roles were not measured: the model can read none of the sentences."
@@ -76,7 +76,7 @@ def test_roles_on_a_plain_text_and_on_the_sentences_of_pairs(text_model, tmp_pat
     ] * 9
     found = find_roles(text_model, sentences=corpus.read_plain_text(write_lines(tmp_path, lines)))
     assert found.notes == [
-        "sentences: 9 of 27 texts were left out; more than 20% of their pieces are not in the model's vocabulary."
+        "sentences: 9 of 27 texts were left out; more than 20% of their words are not in the model's vocabulary."
     ]
     (card,) = found.cards
     assert (card.role, card.measured_on, card.cases) == ("previous token", "18 sentences", 18 * 6)

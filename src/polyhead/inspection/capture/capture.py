@@ -64,7 +64,7 @@ def capture(
         yield seen
     recorder.finish()
     if seen.unrecorded:
-        warnings.warn(f"capture: {_describe_unrecorded(seen.unrecorded)}; {_RECORDED_FUNCTIONS}", stacklevel=3)
+        warnings.warn(f"capture: {_describe_unrecorded(seen.unrecorded)}; {RECORDED_FUNCTIONS}", stacklevel=3)
 
 
 def _check_list(name: str, items: object, fits: Callable[[Any], bool], what: str) -> None:
@@ -184,14 +184,14 @@ class Capture(Mapping[str, Any]):
         return handle
 
 
-_RECORDED_FUNCTIONS = (
+RECORDED_FUNCTIONS = (
     "recorded are MultiHeadAttention, attend, F.scaled_dot_product_attention and torch.nn.MultiheadAttention: load a transformers "
     "model with attn_implementation='sdpa'; change attention that is written out as softmax(q @ k) @ v to "
     "F.scaled_dot_product_attention, and PyG's layers to those of polyhead.interop.pyg"
 )
 NO_ATTENTION_SEEN = (
     "no attention call seen. Call the model inside the context; record a compiled or scripted model before it is compiled; "
-    f"{_RECORDED_FUNCTIONS}"
+    f"{RECORDED_FUNCTIONS}"
 )
 
 

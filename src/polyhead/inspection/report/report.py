@@ -11,7 +11,8 @@ import torch
 from polyhead import _files
 from polyhead._checks import WrongType, describe_type, short_repr
 from polyhead.heads import Heads
-from polyhead.heads.grid_view import GridArgument, suggest_grids
+from polyhead.heads.grid_view import GridArgument, read_grid_argument, suggest_grids
+from polyhead.inspection.capture.capture import RECORDED_FUNCTIONS, Capture
 from polyhead.inspection.measured_heads import MeasuredHeads
 from polyhead.inspection.report.html_page import Page, build_html
 from polyhead.inspection.report.image_layout import (
@@ -81,7 +82,7 @@ def report(
     if path is not None:
         _files.resolve_writable_path(path)
     measured = MeasuredHeads.wrap(heads, batch)
-    _check_heads_and_titles(measured, title, finding)
+    _check_heads_and_titles(heads, title, finding)
     cards = cards.cards if isinstance(cards, FoundRoles) else cards
     cards, notes = _to_checked_list("cards", cards, Card), _to_checked_list("notes", notes, str)
     picture = _ImageArguments(image, grid, at)
@@ -101,11 +102,13 @@ def report(
     return page
 
 
-def _check_heads_and_titles(measured: MeasuredHeads, title: object, finding: object) -> None:
+def _check_heads_and_titles(heads: object, title: object, finding: object) -> None:
     for argument, words in (("title", title), ("finding", finding)):
         if words is not None and not isinstance(words, str):
             raise WrongType(f"{argument} must be a str, got {describe_type(words)}")
-    if not measured:
+    if isinstance(heads, Capture) and not heads and heads.unrecorded:
+        raise ValueError(f"heads must have at least one layer, got {heads!r}; {RECORDED_FUNCTIONS}")
+    if isinstance(heads, (Mapping, Sequence)) and not heads:
         raise ValueError(
             "heads must have at least one layer, got an empty mapping or list; call the model inside capture"
         )
@@ -191,6 +194,7 @@ class _ImageArguments(NamedTuple):
         """The layers of the page, each with its texts or its place on the image. Adds notes about rows of the batch."""
         if self.image is None and self.grid is not None:
             raise ValueError(f"grid must be None without an image, got {short_repr(self.grid)}; pass image= too")
+        self._check_grid_is_used(measured)
         page_texts = PageTexts(texts, measured, measured.batch)
         windows = self._find_windows(measured)
         layers, unused = [], []
@@ -205,6 +209,14 @@ class _ImageArguments(NamedTuple):
             raise _text_of_patches_error(next(filter(page_texts.is_named, unused), unused[0]))
         self._add_batch_notes(layers, windows, measured, notes)
         return layers
+
+    def _check_grid_is_used(self, measured: MeasuredHeads) -> None:
+        """Raise if `grid` contradicts the neighbourhoods of all layers."""
+        own = [view.over.lattice.sizes if view.over.lattice is not None else None for view in measured.values()]
+        if self.grid is not None and None not in own and read_grid_argument(self.grid)[0] not in own:
+            raise ValueError(
+                f"grid must be {own[0]}, the grid of the attention's keys, got {short_repr(self.grid)}; leave it out"
+            )
 
     def _find_layout(self, name: str, view: Heads, texts: PageTexts) -> ImageLayout | None:
         """The place of a layer on the image; None for a layer that is not over patches."""

@@ -65,7 +65,7 @@ class CorpusReading:
         if self.unknown:
             remedy = f" {_UNKNOWN_WORDS_REMEDY}" if 2 * self.unknown > len(tokenized) else ""
             self.notes.append(
-                f"{what}: {self.unknown} of {len(tokenized)} texts were left out; more than {MAX_UNKNOWN_SHARE:.0%} of their pieces are "
+                f"{what}: {self.unknown} of {len(tokenized)} texts were left out; more than {MAX_UNKNOWN_SHARE:.0%} of their words are "
                 f"not in the model's vocabulary.{remedy}"
             )
         readable = [entry for entry in known if not all(entry[1].special)]
