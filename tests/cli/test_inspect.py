@@ -155,7 +155,7 @@ def test_texts_that_a_model_cannot_read(small_gpt, capsys):
     assert shown.startswith("The roles of the heads are not known: small does not know the words of the sentences.")
     notes = read_record()["notes"]
     assert notes[0] == "80% of the text's words are not in the vocabulary of small, which cannot tell them apart."
-    assert notes[1].startswith("sentences: 259 of 259 texts were left out; more than 20% of their pieces are not in")
+    assert notes[1].startswith("sentences: 259 of 259 texts were left out; more than 20% of their words are not in")
     assert all(note in shown for note in notes[:3]) and "no role" not in shown
     # with sentences that it can read
     Path("own.txt").write_text("the small cat saw a big bird\na dog chased the old red bird\n" * 9)
