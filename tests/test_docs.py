@@ -23,7 +23,7 @@ ARCHITECTURE = ROOT / "docs" / "architecture.md"
 NEEDS = re.compile(r"^<!-- needs: (?P<packages>[\w ]+) -->$", re.MULTILINE)
 FENCE = re.compile(r"^```(?P<language>\w*)\n(?P<body>.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\((?P<target>[^)\s]+)\)")
-# `kernels/tiles.py: plan`, or `nn/attention.py: MultiHeadAttention.forward`
+# `kernels/tile_plan.py: plan`, or `nn/attention.py: MultiHeadAttention.forward`
 PLACE = re.compile(r"`(?P<file>[\w/]+\.py): (?P<name>[\w.]+)`")
 
 

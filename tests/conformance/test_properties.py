@@ -26,7 +26,7 @@ from polyhead import (
     explain,
 )
 from polyhead.kernels import tiled
-from polyhead.kernels.tiles import plan_tiles
+from polyhead.kernels.tile_plan import plan_tiles
 from polyhead.neighbourhood import Neighbourhood, Sizes
 
 

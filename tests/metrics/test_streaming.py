@@ -32,7 +32,7 @@ OPTIONS = {
 }
 
 
-def make_part(size, option, dtype=torch.float32, groups=1):
+def make_whole_part(size, option, dtype=torch.float32, groups=1):
     torch.manual_seed(sum(size))
     b, h, q, k, d = size
     tensors = torch.randn(b, h * groups, q, d), torch.randn(b, h, k, d), torch.randn(b, h, k, d)
@@ -89,40 +89,40 @@ def instruction_set(request):
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_every_metric_equals_its_definition(size, option, instruction_set):
-    check(make_part(size, option))
+    check(make_whole_part(size, option))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_halves_are_computed_in_fp32(dtype):
-    check(make_part(SIZES[1], "causal", dtype))
+    check(make_whole_part(SIZES[1], "causal", dtype))
 
 
 @pytest.mark.parametrize("option", ["dense", "causal", "mask"])
 def test_shared_key_heads(option):
-    check(make_part(SIZES[4], option, groups=3))
+    check(make_whole_part(SIZES[4], option, groups=3))
 
 
 def test_some_heads_and_queries():
-    part = make_part(SIZES[3], "mask")
+    part = make_whole_part(SIZES[3], "mask")
     check(part._replace(heads=torch.tensor([1]), queries=torch.tensor([250, 3, 77])))
 
 
 @pytest.mark.parametrize("option", ["dense", "causal", "sink"])
 def test_metrics_with_a_known_log_sum_exp(option):
-    part = make_part(SIZES[1], option)
+    part = make_whole_part(SIZES[1], option)
     lse = torch.logsumexp(blockwise.masked_scores(part.call), -1)
     check(part, lse)
 
 
 def test_large_scores_have_the_entropy_of_small_ones():
-    part = make_part(SIZES[1], "dense")
+    part = make_whole_part(SIZES[1], "dense")
     shifted = part.call._replace(bias=torch.full((1, 1, 1), 3e4))
     (near,), (far,) = (compute_metrics(DensePart(call), [MetricRequest("entropy")]) for call in (part.call, shifted))
     assert_close(near, far, atol=2e-2, rtol=1e-2)
 
 
 def test_inputs_in_any_layout():
-    part = make_part(SIZES[1], "causal")
+    part = make_whole_part(SIZES[1], "causal")
     call = part.call
     strided = call._replace(q=call.q.transpose(1, 2).contiguous().transpose(1, 2), k=call.k.flip(-1).flip(-1))
     for x, y in zip(*(compute_metrics(DensePart(c), make_requests(part)[:6]) for c in (call, strided)), strict=True):
@@ -134,11 +134,11 @@ def test_long_inputs_are_cut_into_blocks(monkeypatch):
     monkeypatch.setattr(streaming, "_BLOCK_COLUMNS", 24)
     monkeypatch.setattr(streaming, "_CHUNK_QUERIES", 5)
     for option in OPTIONS:
-        check(make_part(SIZES[1], option))
+        check(make_whole_part(SIZES[1], option))
 
 
 def test_many_requests_share_one_pass(monkeypatch):
-    part, passes = make_part(SIZES[1], "dense"), []
+    part, passes = make_whole_part(SIZES[1], "dense"), []
     run_pass = streaming.run_pass
     monkeypatch.setattr(metrics_compute.streaming, "run_pass", lambda *a, **k: passes.append(1) or run_pass(*a, **k))
     contribution_norm = torch.rand(1, 2, 67)
@@ -161,11 +161,11 @@ def test_many_requests_share_one_pass(monkeypatch):
     ],
 )
 def test_refusals_name_the_reason(change, reason):
-    assert reason in streaming.refuses_call(change(make_part(SIZES[0], "dense").call))
+    assert reason in streaming.refuses_call(change(make_whole_part(SIZES[0], "dense").call))
 
 
 def test_gradients_are_computed_blockwise():
-    part = make_part(SIZES[0], "causal")
+    part = make_whole_part(SIZES[0], "causal")
     q = part.call.q.clone().requires_grad_()
     own = DensePart(part.call._replace(q=q))
     compute_metrics(own, [MetricRequest("entropy")])[0].sum().backward()
@@ -176,7 +176,7 @@ def test_gradients_are_computed_blockwise():
 
 @pytest.mark.parametrize("where", ["q", "k"])
 def test_nan_inputs_give_nan_metrics(where):
-    part = make_part(SIZES[0], "dense")
+    part = make_whole_part(SIZES[0], "dense")
     getattr(part.call, where)[0, 0, 3, 0] = torch.nan
     (found,) = compute_metrics(part, [MetricRequest("entropy")])
     assert torch.equal(found.isnan(), blockwise.entropy(part).isnan())
@@ -184,7 +184,7 @@ def test_nan_inputs_give_nan_metrics(where):
 
 
 def test_contributions_have_gradients():
-    part = make_part(SIZES[0], "dense")
+    part = make_whole_part(SIZES[0], "dense")
     contribution_norm = torch.rand(2, 3, 7, requires_grad=True)
     (found,) = compute_metrics(part, [MetricRequest("entropy", (), True)], contribution_norm=contribution_norm)
     found.sum().backward()
@@ -192,7 +192,7 @@ def test_contributions_have_gradients():
 
 
 def test_a_large_log_sum_exp_is_recomputed():
-    part = make_part(SIZES[1], "dense")
+    part = make_whole_part(SIZES[1], "dense")
     call = part.call._replace(q=part.call.q * 1e3, k=part.call.k * 1e2)
     lse = torch.logsumexp(blockwise.masked_scores(call), -1)
     ((largest, _),) = compute_metrics(DensePart(call), [MetricRequest("top", (1,))], lse=lse)

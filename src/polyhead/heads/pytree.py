@@ -10,7 +10,7 @@ from torch.utils import _pytree as pytree
 from polyhead.heads.origin import Origin
 from polyhead.heads.view import Heads
 from polyhead.kernels import Call
-from polyhead.metrics.attention_parts import make_part
+from polyhead.metrics.attention_parts import make_whole_part
 from polyhead.score import Dot
 
 
@@ -41,7 +41,7 @@ def _unflatten_heads(children: Any, context: Any) -> Heads:
     take: Callable[[Any], dict[str, Any]] = lambda kind: {n: fields.get(n) for n in kind._fields}
     call = Call(**{**take(Call), "score": score, "dropout": dropout})
     heads = object.__new__(Heads)
-    kind: Any = type(make_part(call))
+    kind: Any = type(make_whole_part(call))
     heads._part, heads._origin = kind(**{**take(kind), "call": call}), Origin(**take(Origin))
     heads._versions = heads._cache = None
     return heads

@@ -20,7 +20,7 @@ from polyhead.heads.origin import NEEDED_FOR_WEIGHTS, WATCHED_TENSORS, Origin, v
 from polyhead.heads.tensor_interface import TensorInterface
 from polyhead.kernels import Call
 from polyhead.metrics import blockwise
-from polyhead.metrics.attention_parts import Part, make_part, select_batch_rows
+from polyhead.metrics.attention_parts import Part, make_whole_part, select_batch_rows
 from polyhead.metrics.compute import KeysToSum, MetricRequest, compute_metrics, mass_request
 from polyhead.neighbourhood import Neighbourhood, broadcasts_to
 from polyhead.plots import heat_maps_html, plot_heat_maps
@@ -52,7 +52,7 @@ class Heads(TensorInterface):
     """
 
     def __init__(self, call: Call, origin: Origin, cache: Any = None) -> None:
-        self._part: Part = make_part(call)
+        self._part: Part = make_whole_part(call)
         self._origin = origin
         self._versions = None if torch.compiler.is_compiling() else view_fingerprint(call, origin, cache)
         self._cache = cache

@@ -33,7 +33,7 @@ from polyhead.kernels.operand_checks import check_operand, check_qkv_shapes
 from polyhead.kernels.operator_registration import OperatorPass, register_attention_operator
 from polyhead.kernels.reference import attend_intervals
 from polyhead.kernels.tile_attention import backward_flash, backward_plain, forward_flash, forward_plain
-from polyhead.kernels.tiles import Tile, plan_tiles
+from polyhead.kernels.tile_plan import Tile, plan_tiles
 from polyhead.linalg.foreach import all_finite
 from polyhead.neighbourhood import broadcasts_to
 from polyhead.score import Dot

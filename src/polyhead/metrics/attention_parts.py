@@ -149,7 +149,7 @@ class EdgePart(NamedTuple):
 Part = DensePart | EdgePart
 
 
-def make_part(call: Call) -> Part:
+def make_whole_part(call: Call) -> Part:
     """All weights of a call."""
     return EdgePart(call) if isinstance(call.over, Graph) else DensePart(call)
 

@@ -17,8 +17,8 @@ from torch.utils.checkpoint import checkpoint
 from polyhead._torch import is_tracing_or_dataless, to_at_least_fp32, under_transform, without_autocast
 from polyhead.kernels.call import Call
 from polyhead.kernels.reference import masked_scores
-from polyhead.kernels.tiles import Bounds
-from polyhead.metrics.attention_parts import DensePart, make_part
+from polyhead.kernels.tile_plan import Bounds
+from polyhead.metrics.attention_parts import DensePart, make_whole_part
 from polyhead.neighbourhood import Dense
 from polyhead.neighbourhood.lattice import ravel_index
 
@@ -304,7 +304,7 @@ def agreement(call: Call, queries: Int[Tensor, " some"]) -> Float[Tensor, "... h
     1 is one ranking for all queries: *static* attention. Keys with equal scores share the mean of their ranks.
     """
     call_fp64 = call._replace(q=call.q.double(), k=call.k.double(), over=Dense())
-    if "edges" in make_part(call).axes:
+    if "edges" in make_whole_part(call).axes:
         call_fp64 = call_fp64._replace(bias=None)
     # Σ unit_i·unit_j over all pairs i ≠ j is |Σ unit_i|² − Σ |unit_i|²: one query at a time suffices
     total = squares = call.q.new_zeros((), dtype=torch.float64)

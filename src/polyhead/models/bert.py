@@ -129,7 +129,7 @@ class Bert(CheckpointModel):
         self.embeddings = Embeddings(config)
         self.layers = nn.ModuleList(_build_layer(config) for _ in range(config.layers))
         self.pooler = nn.Linear(config.d_model, config.d_model) if config.pooler else None
-        self.masked_lm = MaskedLM(config) if config.masked_lm else None
+        self.masked_lm = MaskedLMHead(config) if config.masked_lm else None
         self.apply(_init_weights)
 
     def forward(
@@ -250,7 +250,7 @@ def _build_layer(config: Config) -> TransformerLayer:
     )
 
 
-class MaskedLM(nn.Module):
+class MaskedLMHead(nn.Module):
     """The head for masked language modelling; its decoder is the token embedding, which the model owns."""
 
     def __init__(self, config: Config) -> None:

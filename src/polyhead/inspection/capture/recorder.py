@@ -17,10 +17,10 @@ from torch.overrides import TorchFunctionMode
 from polyhead._torch import under_transform
 from polyhead.attend import run_call
 from polyhead.heads import Heads, Metric, Origin
+from polyhead.inspection.capture.call_from_torch import call_from_bmm_operands, call_from_sdpa, sdpa_with_lse
 from polyhead.inspection.capture.head_metrics import HeadMetrics
 from polyhead.inspection.capture.item_sources import ItemTracker, collect_tensors
 from polyhead.inspection.capture.output_projection import OutputProjectionTracer
-from polyhead.inspection.capture.sdpa import call_from_bmm_operands, call_from_sdpa, sdpa_with_lse
 from polyhead.inspection.capture.unrecorded import UnrecordedAttention
 from polyhead.kernels.call import Call, repeat_grouped_heads
 from polyhead.kernels.edges_torch import sum_over_edges

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from polyhead import Causal, Padding, Segments, Window
-from polyhead.kernels.tiles import BLOCK_QUERIES, plan_tiles
+from polyhead.kernels.tile_plan import BLOCK_QUERIES, plan_tiles
 
 
 def area(over, queries, batch=1):
