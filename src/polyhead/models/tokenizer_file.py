@@ -49,11 +49,11 @@ class _PipelineStages(NamedTuple):
     """The stages of one part of a file, each with the factor by which it may lengthen a text."""
 
     stages: tuple[dict[str, Any], ...]
-    growths: tuple[float, ...]
+    max_growth_factors: tuple[float, ...]
 
     @property
-    def growth(self) -> float:
-        return math.prod(self.growths)
+    def max_growth_factor(self) -> float:
+        return math.prod(self.max_growth_factors)
 
     @property
     def has_patterns(self) -> bool:
@@ -116,8 +116,8 @@ class BoundedTokenizer:
             ValueError: if the tokenizer lengthens it too much, takes too long, or fails.
         """
         size = _utf8_size([self.native.id_to_token(number) for number in ids])
-        if size * self._decoder.growth > _limits.NORMALIZED_BYTES:
-            self._raise_too_long("decoder", size, self._decoder.growth, _limits.NORMALIZED_BYTES)
+        if size * self._decoder.max_growth_factor > _limits.NORMALIZED_BYTES:
+            self._raise_too_long("decoder", size, self._decoder.max_growth_factor, _limits.NORMALIZED_BYTES)
         with self._raise_as_value_error("the tokenizer must decode ids", "pass other ids, or use another tokenizer"):
             if not self._decoder.has_patterns:
                 return str(self.native.decode(ids, skip_special_tokens=True))
@@ -130,7 +130,7 @@ class BoundedTokenizer:
         """
         size = original = _utf8_size(texts)
         limit = min(_limits.NORMALIZED_BYTES, max(_limits.NORMALIZED_GROWTH * original, _limits.FREE_GROWTH_BYTES))
-        if not run and size * self._normalizer.growth * self._pre_tokenizer.growth <= limit:
+        if not run and size * self._normalizer.max_growth_factor * self._pre_tokenizer.max_growth_factor <= limit:
             return original
         for stage, growth in zip(*self._normalizer, strict=True):
             allowed = min(
@@ -142,8 +142,8 @@ class BoundedTokenizer:
             size = _utf8_size(texts)
             if size > limit:
                 self._raise_too_long("normalizer", original, size / original, limit)
-        if size * self._pre_tokenizer.growth > limit:
-            self._raise_too_long("pre-tokenizer", size, self._pre_tokenizer.growth, limit)
+        if size * self._pre_tokenizer.max_growth_factor > limit:
+            self._raise_too_long("pre-tokenizer", size, self._pre_tokenizer.max_growth_factor, limit)
         return original
 
     def _normalize(self, stage: dict[str, Any], texts: Sequence[str], size: int) -> list[str]:

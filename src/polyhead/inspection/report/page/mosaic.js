@@ -127,7 +127,7 @@ async function paintMosaic() {
     await layers[layerIndex].loadMosaicArrays();
     if (generation !== paintMosaic.generation) return;
     for (const tile of tiles) if (tile.layerIndex === layerIndex) {
-      tile.matrix = tile.layer.display === "matrix" ? tileMatrix(tile.layer, tile.head) : null;
+      tile.matrix = tile.layer.display === "matrix" ? matrixOfMosaicTile(tile.layer, tile.head) : null;
       tile.ready = true;
       paintTile(tile);
     }

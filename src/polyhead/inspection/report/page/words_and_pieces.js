@@ -108,7 +108,7 @@ function describeDisallowed({ layer, rows, cols }, i, j) {
 }
 
 // The matrix of a head's tile: the weights between items if all are loaded, else the averaged map.
-function tileMatrix(layer, head, measure = state.measure) {
+function matrixOfMosaicTile(layer, head, measure = state.measure) {
   if (!layer.complete) return layer.averagedMap(head, measure);
   const rows = listItems(layer, "rows"), cols = listItems(layer, "columns");
   return { data: markDisallowed(mergePieceWeights(layer.weightMatrix(head, measure), layer.keys, rows, cols), disallowedPairs(layer, head, rows, cols)), height: rows.length, width: cols.length };
