@@ -74,7 +74,7 @@ class ItemTracker:
         """Process one call of a torch function: its results have the items of its arguments."""
         weights, activations = [], []
         for x in tensors:
-            if isinstance(x, nn.Parameter) or x in self._weights:
+            if self.is_weight(x):
                 weights.append(x)
             elif x.is_floating_point():
                 activations.append(x)

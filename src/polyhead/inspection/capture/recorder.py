@@ -135,7 +135,7 @@ class Recorder(TorchFunctionMode):
             is_attention = self._inside is None and self._unrecorded.process_call(func, tensors, dim, results[0])
             # other models may run in the context
             if is_attention and self._modules:
-                self._count_unrecorded(self._modules[-1] or self._root)
+                self._count_unrecorded(self._caller())
             self._items.process_call(func, tensors, results)
         return result
 
