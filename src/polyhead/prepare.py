@@ -22,6 +22,7 @@ from polyhead._checks import (
 from polyhead._foreign_arguments import hint_for_position
 from polyhead._torch import to_at_least_fp32
 from polyhead.kernels import Call
+from polyhead.kernels.call import GlobalIndices
 from polyhead.neighbourhood import (
     Dense,
     Grid,
@@ -49,12 +50,13 @@ class AttentionOptions(NamedTuple):
     sink: Float[Tensor, " heads"] | float | None = None
     dropout: float = 0.0
     seed: Int[Tensor, ""] | int | None = None
+    global_indices: GlobalIndices | None = None
 
 
 def check_and_make_call(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Call:
     """Check tensors and options as a user passed them, rotate q and k by the position, and make the call."""
     _check_tensors(q, k, v)
-    over, score, position, _, sink, _, seed = options
+    over, score, position, _, sink, _, seed, _ = options
     over = as_neighbourhood(over)
     if not isinstance(score, Score):
         raise WrongType(f"score must be a Score such as Dot(), got {short_repr(score)}")
@@ -85,7 +87,7 @@ def make_call(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, lattic
 
     `lattice` has the coordinates for a position on a grid, as found by `find_lattice`.
     """
-    over, score, position, bias, sink, dropout, seed = options
+    over, score, position, bias, sink, dropout, seed, indices = options
     assert isinstance(over, Neighbourhood) and not isinstance(sink, float) and not isinstance(seed, int)
     relative_bias = None
     if type(dropout) is not float or dropout != 0:
@@ -104,7 +106,9 @@ def make_call(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, lattic
         raise ValueError(
             f"sink must be floating-point numbers, one per head, of shape ({q.shape[-3]},), got {describe_type(sink)}"
         )
-    return Call(q, k, v, over, score, relative_bias, bias, sink, dropout, seed)
+    if over.item_indices is not None:
+        indices = (indices or GlobalIndices())._replace(queries=over.item_indices[0], keys=over.item_indices[1])
+    return Call(q, k, v, over, score, relative_bias, bias, sink, dropout, seed, indices)
 
 
 def find_lattice(position: Position, over: Neighbourhood, queries: int, keys: int) -> Lattice | None:

@@ -26,7 +26,7 @@ def test_processes_run_together(ranks, request):
 
 
 def test_failures_name_their_rank(two_ranks):
-    with pytest.raises(AssertionError, match="rank 1: (.|\n)*the last rank fails"):
+    with pytest.raises(AssertionError, match=r"rank 1: (.|\n)*the last rank fails"):
         two_ranks.run(fail_on_last_rank)
     assert two_ranks.run(sum_of_ranks)[0] == (1.0, 0)
 

@@ -148,7 +148,7 @@ EDGES = """
     g = graph(edges=500)
     x, row, order = torch.randn(1, 50, 2, 8), torch.randn(1, 50, 2), dict(zip(IDS, g.csr))
     good = dict(q=x, k=x, v=None, a=torch.randn(2, 8), inside=None, features=None, edge=None, weights=None, **order,
-                seed=None, kind=1, factor=0.2, dropout=0.0)
+                seed=None, query_index=None, key_index=None, kind=1, factor=0.2, dropout=0.0)
     def forward(**changed):
         return torch.ops.polyhead.edges_native(*{**good, **changed}.values())
     out, lse = forward()
@@ -164,6 +164,8 @@ EDGES = """
         dict(edge=torch.randn(2, 3, 8)), dict(features=torch.randn(400, 3), edge=torch.randn(2, 3, 8)),
         dict(features=torch.randn(500, 3), edge=torch.randn(2, 4, 8)), dict(features=torch.randn(500), edge=torch.randn(2, 8)),
         dict(weights=torch.rand(499)), dict(weights=torch.rand(500, 1)),
+        *(dict([(name, torch.arange(nodes, dtype=dtype))]) for name in ("query_index", "key_index")
+          for nodes, dtype in ((40, torch.int32), (50, torch.int64))),
         *(dict([(name, array.long())]) for name, array in order.items()),
         *(dict([(name, array[:-1])]) for name, array in order.items()),
         *(dict([(name, array.repeat_interleave(2)[::2])]) for name, array in order.items()),
@@ -248,7 +250,7 @@ GRID = """
 
 TILED = """
     x, first = torch.randn(2, 4, 300, 8), torch.zeros(1, 300, dtype=torch.long)
-    good = dict(q=x, k=x, v=x, first=first, stop=first + 300, mask=None, table=None, bias=None, seed=None, scale=1.0, dropout=0.0, plain=False)
+    good = dict(q=x, k=x, v=x, first=first, stop=first + 300, mask=None, table=None, bias=None, seed=None, query_index=None, key_index=None, scale=1.0, dropout=0.0, plain=False)
     def forward(**changed):
         return torch.ops.polyhead.tiled(*{**good, **changed}.values())
     out, lse = forward()
@@ -259,7 +261,7 @@ TILED = """
         dict(k=x[:1]), dict(v=x[:1]), dict(k=x[:, :, :20]), dict(v=x[:, :, :20]), dict(k=x[..., :4]), dict(v=x[:, :2]), dict(v=x[..., :4]),
         dict(k=x[:, :3], v=x[:, :3]), dict(q=x[0]), dict(first=first[0]), dict(first=first[:, :50]), dict(stop=first.expand(3, 300)),
         dict(stop=first.float()), dict(mask=torch.ones(2, 4, 300, 20).bool()), dict(mask=torch.ones(300, 300).bool()),
-        dict(bias=torch.zeros(3, 4, 300, 300)),
+        dict(bias=torch.zeros(3, 4, 300, 300)), dict(query_index=torch.arange(299)), dict(key_index=torch.arange(300.0)),
     ]
     for plain in (False, True):
         for number, changed in enumerate(wrong):

@@ -40,9 +40,7 @@ class PendingRows:
         return self._rows
 
 
-def start_send(
-    x: Float[Tensor, "rows features"], plan: RowPlan, group: dist.ProcessGroup | None = None
-) -> PendingRows:
+def start_send(x: Float[Tensor, "rows features"], plan: RowPlan, group: dist.ProcessGroup | None = None) -> PendingRows:
     """Start sending rows of `x`. The result is (received, features), grouped by sending rank, in the order of its `send`."""
     return _start_all_to_all(x.index_select(0, plan.send), plan.receive_counts, plan.send_counts, group)
 

@@ -31,7 +31,7 @@ WATCHED_TENSORS = (*NEEDED_FOR_WEIGHTS, "v", "outputs", "W_O", "gate")
 
 def view_fingerprint(call: Call, origin: Origin, cache: Any) -> tuple[object, ...]:
     """The identity and version of every tensor that a view refers to, in the order of `WATCHED_TENSORS`."""
-    q, k, v, over, score, relative_bias, bias, sink, _, _ = call
+    q, k, v, over, score, relative_bias, bias, sink, *_ = call
     # a cache appends in place, and counts its other changes itself
     cached = cache is not None
     return (

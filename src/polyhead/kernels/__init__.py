@@ -13,13 +13,22 @@ from polyhead.kernels.reference import Reference, pair_weights
 from polyhead.kernels.short import Short
 from polyhead.kernels.tiled import Tiled
 from polyhead.kernels.windows_as_graph import WindowsAsGraph
-from polyhead.neighbourhood import Graph, Grid, Offsets
+from polyhead.neighbourhood import Graph, Grid, Neighbourhood, Offsets
 
 SEQUENCE_KERNELS: tuple[Kernel, ...] = (Fused(), Short(), Tiled(), Reference())
 GRID_KERNELS: tuple[Kernel, ...] = (Fused(), GridNative(), WindowsAsGraph(), Short(), Tiled(), Reference())
 OFFSET_KERNELS: tuple[Kernel, ...] = (AtOffsets(), Tiled(), Reference())
 GRAPH_KERNELS: tuple[Kernel, ...] = (EdgesNative(), EdgesTorch(), Reference())
-_KERNELS_BY_NEIGHBOURHOOD = {Graph: GRAPH_KERNELS, Grid: GRID_KERNELS, Offsets: OFFSET_KERNELS}
+_KERNELS_BY_NEIGHBOURHOOD: dict[type[Neighbourhood], tuple[Kernel, ...]] = {
+    Graph: GRAPH_KERNELS,
+    Grid: GRID_KERNELS,
+    Offsets: OFFSET_KERNELS,
+}
+
+
+def register_kernels(neighbourhood: type[Neighbourhood], kernels: tuple[Kernel, ...]) -> None:
+    """Let these kernels, in order of preference, compute the calls over a type of neighbourhood that is defined elsewhere."""
+    _KERNELS_BY_NEIGHBOURHOOD[neighbourhood] = kernels
 
 
 def candidate_kernels(call: Call) -> tuple[Kernel, ...]:
@@ -42,4 +51,5 @@ __all__ = [
     "OutputAndLse",
     "candidate_kernels",
     "compute_attention_weights",
+    "register_kernels",
 ]

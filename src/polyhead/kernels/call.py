@@ -12,6 +12,19 @@ from polyhead.neighbourhood import Neighbourhood, Sizes
 from polyhead.score import Score
 
 
+class GlobalIndices(NamedTuple):
+    """Where the heads, queries and keys of a call lie in the whole attention, if its other parts are computed elsewhere.
+
+    Dropout depends on these indices: a part drops the same pairs as the whole.
+    """
+
+    first_head: int = 0
+    num_heads: int | None = None
+    """The heads of the whole attention; None if the call has all of them."""
+    queries: Int[Tensor, " queries"] | None = None
+    keys: Int[Tensor, " keys"] | None = None
+
+
 class Call(NamedTuple):
     """One attention call. Positions have already rotated `q` and `k`, or are in `relative_bias`.
 
@@ -30,6 +43,20 @@ class Call(NamedTuple):
     sink: Float[Tensor, " heads"] | None = None
     dropout: float = 0.0
     seed: Int[Tensor, ""] | None = None
+    global_indices: GlobalIndices | None = None
+
+    @property
+    def seed_and_heads(self) -> Int[Tensor, ""] | Int[Tensor, " 3"] | None:
+        """The seed as operators take it: (seed, first head, heads of the whole attention), or the seed alone for all heads."""
+        at, seed = self.global_indices, self.seed
+        if at is None or at.num_heads is None or seed is None:
+            return seed
+        return torch.cat((seed.reshape(1).long(), torch.tensor((at.first_head, at.num_heads), device=seed.device)))
+
+    @property
+    def item_indices(self) -> tuple[Int[Tensor, " queries"] | None, Int[Tensor, " keys"] | None]:
+        """The indices of queries and keys in the whole attention; None where they count from 0."""
+        return (None, None) if self.global_indices is None else self.global_indices[2:]
 
     @property
     def sizes(self) -> Sizes:
@@ -52,6 +79,15 @@ class Kernel(Protocol):
     def refuses(self, call: Call) -> str | None: ...
 
     def __call__(self, call: Call) -> OutputAndLse: ...
+
+
+def global_indices_of(
+    seed_and_heads: Tensor | None, queries: Tensor | None = None, keys: Tensor | None = None
+) -> GlobalIndices | None:
+    """The global indices of a call, from the arguments of an operator."""
+    if seed_and_heads is None or seed_and_heads.numel() == 1:
+        return None if queries is None and keys is None else GlobalIndices(0, None, queries, keys)
+    return GlobalIndices(int(seed_and_heads[1]), int(seed_and_heads[2]), queries, keys)
 
 
 def repeat_grouped_heads(x: Float[Tensor, "... own items dim"], heads: int) -> Float[Tensor, "... heads items dim"]:

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from polyhead._torch import can_branch_on_values, native, native_missing_reason, under_transform
-from polyhead.kernels.call import Call, OutputAndLse, flatten_batch, repeat_grouped_heads
-from polyhead.kernels.dropout import keep_threshold
+from polyhead.kernels.call import Call, OutputAndLse, flatten_batch, global_indices_of, repeat_grouped_heads
+from polyhead.kernels.dropout import keep_threshold, unpack_seed
 from polyhead.kernels.edges_torch import EdgesTorch
 from polyhead.kernels.operand_checks import check_operand
 from polyhead.kernels.operator_registration import OperatorPass, register_attention_operator
@@ -80,12 +80,17 @@ class EdgesNative:
         out, lse = torch.ops.polyhead.edges_native(
             q, k, v_or_k, a, inside, features, edge,
             None if graph.weights is None else graph.weights.to(dtype),
-            *graph.csr, call.seed if call.dropout > 0 else None,
+            *graph.csr, call.seed_and_heads if call.dropout > 0 else None, *_int32_indices(call),
             _SCORE_KINDS[type(score)], score.factor(call.q.shape[-1]) if isinstance(score, Dot) else score.negative_slope, call.dropout,
         )  # fmt: skip
         out, lse = out.transpose(-3, -2), lse.transpose(-2, -1)
         shape = call.q.shape[:-1]
         return out.reshape(*shape, out.shape[-1]).to(call.v.dtype), lse.reshape(shape)
+
+
+def _int32_indices(call: Call) -> list[Tensor | None]:
+    """The indices of queries and keys in the whole attention, as C++ reads them; None where dropout does not need them."""
+    return [None if x is None or call.dropout == 0 else x.int() for x in call.item_indices]
 
 
 def _to_node_major(x: Tensor, heads: int, dtype: torch.dtype) -> Tensor:
@@ -132,6 +137,8 @@ class _OperatorInputs(NamedTuple):
     out_slot: Tensor
     out_indices: Tensor
     seed: Tensor | None
+    query_index: Tensor | None
+    key_index: Tensor | None
     kind: int
     factor: float
     dropout: float
@@ -166,11 +173,16 @@ class _KernelArguments:
         self.inside, self.features, self.weights = (
             None if x is None else x.contiguous() for x in (inside, features, weights)
         )
+        seed_bits, first_head, num_heads = unpack_seed(seed, q.shape[2])
+        self.query_index, self.key_index = (
+            None if x is None else x.contiguous() for x in (inputs.query_index, inputs.key_index)
+        )
         self.options: dict[str, Any] = {
             "kind": kind, "double": q.dtype == torch.float64, "batch": q.shape[0], "sources": k.shape[1],
             "destinations": q.shape[1], "edges": len(self.csr.edge_id), "heads": q.shape[2], "dim": self.dim,
             "edge_features": 0 if features is None else features.shape[1], "factor": inputs.factor, "dropout": dropout,
-            "threshold": keep_threshold(dropout), "seed": 0 if seed is None else int(seed.to(torch.int32)), "threads": torch.get_num_threads(),
+            "threshold": keep_threshold(dropout), "seed": seed_bits, "first_head": first_head, "num_heads": num_heads,
+            "threads": torch.get_num_threads(),
         }  # fmt: skip
 
     def pad(self, x: Any) -> Any:
@@ -184,7 +196,7 @@ class _KernelArguments:
         tensors = {
             "q": self.q, "k": self.k, "v": self.v, "a": self.a, "inside": self.inside, "features": self.features,
             "map": self.map, "weights": self.weights, "indptr": self.csr.indptr, "indices": self.csr.indices,
-            "edge_id": self.csr.edge_id,
+            "edge_id": self.csr.edge_id, "query_index": self.query_index, "key_index": self.key_index,
         }  # fmt: skip
         return {name: _pointer_or_null(x) for name, x in tensors.items()}
 
@@ -220,6 +232,9 @@ def _check_inputs(inputs: _OperatorInputs) -> None:
     check_operand("features", features, (edges, *edge_dim), q)
     check_operand("edge", inputs.edge, (heads, *edge_dim, *row), q)
     check_operand("weights", inputs.weights, (edges,), q)
+    for name, x, nodes in (("query_index", inputs.query_index, destinations), ("key_index", inputs.key_index, sources)):
+        if x is not None and (tuple(x.shape) != (nodes,) or x.dtype != torch.int32 or not x.is_cpu):
+            raise ValueError(f"{name} must be int32 of shape ({nodes},), got {x.dtype} of shape {tuple(x.shape)}")
     present = tuple(x is not None for x in (inputs.a, inputs.inside, features, inputs.edge))
     if (
         present not in _ALLOWED_ARGUMENTS[kind]
@@ -325,7 +340,9 @@ def _attend_by_edges_torch(*args: Any) -> OutputAndLse:
         score = Dot(factor)
     graph = Graph(inputs.csr.edge_index, (k.shape[1], q.shape[1]), features, inputs.weights)
     q, k, v = (x.transpose(1, 2) for x in (q, k, k if v is None else v))
-    out, lse = EdgesTorch()(Call(q, k, v, graph, score, dropout=inputs.dropout, seed=inputs.seed))
+    seed = None if inputs.seed is None else inputs.seed.reshape(-1)[0]
+    indices = global_indices_of(inputs.seed, inputs.query_index, inputs.key_index)
+    out, lse = EdgesTorch()(Call(q, k, v, graph, score, dropout=inputs.dropout, seed=seed, global_indices=indices))
     assert lse is not None
     return out.transpose(1, 2), lse.transpose(1, 2)
 
@@ -333,8 +350,8 @@ def _attend_by_edges_torch(*args: Any) -> OutputAndLse:
 register_attention_operator(
     "edges_native",
     "Tensor q, Tensor k, Tensor? v, Tensor? a, Tensor? inside, Tensor? features, Tensor? edge, Tensor? weights, Tensor indptr, "
-    "Tensor indices, Tensor edge_id, Tensor out_indptr, Tensor out_slot, Tensor out_indices, Tensor? seed, int kind, "
-    "float factor, float dropout",
+    "Tensor indices, Tensor edge_id, Tensor out_indptr, Tensor out_slot, Tensor out_indices, Tensor? seed, "
+    "Tensor? query_index, Tensor? key_index, int kind, float factor, float dropout",
     learned=("q", "k", "v", "a", "inside", "features", "edge", "weights"),
     forward=OperatorPass(_edges_forward, _edges_forward_fake),
     backward=OperatorPass(_edges_backward, _edges_backward_fake),

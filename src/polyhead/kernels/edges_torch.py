@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from polyhead._torch import is_tracing_or_dataless, without_autocast
 from polyhead.kernels.call import Call, OutputAndLse, repeat_grouped_heads
-from polyhead.kernels.dropout import keep_mask
+from polyhead.kernels.dropout import keep_mask, pair_numbers
 from polyhead.kernels.reference import non_sink_share
 from polyhead.neighbourhood import Graph
 
@@ -149,6 +149,5 @@ def softmax_per_destination(
 def edge_keep_mask(call: Call, pairs: Int[Tensor, "2 edges"]) -> Tensor:
     """Which edges dropout keeps, for every head of every row of the batch."""
     assert call.seed is not None
-    batch, heads, _, _ = call.sizes
-    number = torch.arange(torch.Size((*batch, heads)).numel(), device=pairs.device).reshape(*batch, heads, 1)
-    return keep_mask(call.seed, number, pairs[1], pairs[0], call.dropout)
+    head, query, key = pair_numbers(call)
+    return keep_mask(call.seed, head[..., None], query[pairs[1]], key[pairs[0]], call.dropout)

@@ -38,7 +38,7 @@ class Fused:
     name = "fused"
 
     def refuses(self, call: Call) -> str | None:
-        q, k, v, over, _, table, bias, sink, dropout, _ = call
+        q, k, v, over, _, table, bias, sink, dropout, *_ = call
         if not over.full and not (type(over) is Causal and q.shape[-2] in (k.shape[-2], 1)):
             return "it supports only full or causal attention"
         if table is not None or bias is not None:

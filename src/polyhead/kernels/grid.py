@@ -18,10 +18,11 @@ from polyhead.kernels.call import (
     OutputAndLse,
     empty_item_major,
     flatten_batch,
+    global_indices_of,
     pointer_and_strides,
     repeat_grouped_heads,
 )
-from polyhead.kernels.dropout import keep_threshold
+from polyhead.kernels.dropout import keep_threshold, unpack_seed
 from polyhead.kernels.fused import dot_product_refuses, with_unit_stride
 from polyhead.kernels.offsets import attend_gathered
 from polyhead.kernels.operand_checks import check_native_qkv, check_operand
@@ -55,6 +56,8 @@ class GridNative:
             return "its queries must be all points of the grid, without a stride"
         if over.prefix:
             return "it does not support prefix tokens"
+        if call.dropout > 0 and any(index is not None for index in call.item_indices):
+            return "its dropout counts queries and keys from 0"
         if call.bias is not None:
             return "the only bias it adds is a relative bias"
         if (
@@ -81,7 +84,7 @@ class GridNative:
         window = _window_geometry(over)
         table = None if call.relative_bias is None else call.relative_bias.to(dtype)[:, window.distances()]
         out, lse = torch.ops.polyhead.grid(
-            q, k, v, table, call.seed, *window, call.score.factor(q.shape[-1]), call.dropout
+            q, k, v, table, call.seed_and_heads, *window, call.score.factor(q.shape[-1]), call.dropout
         )
         if call.q.dim() != 4:
             out, lse = out.reshape(*call.q.shape[:-1], out.shape[-1]), lse.reshape(call.q.shape[:-1])
@@ -147,12 +150,13 @@ def _native_arguments(
     check_operand("out", out, (*q.shape[:3], v.shape[3]), q)
     check_operand("lse", lse, tuple(q.shape[:3]), q)
     work = batch * heads * points * offsets * (dim + v.shape[3])
+    seed_bits, first_head, num_heads = unpack_seed(seed, heads)
     return {
-        "double": q.dtype == torch.float64, "sizes": [batch, heads, k.shape[1], dim, v.shape[3]],
+        "double": q.dtype == torch.float64, "sizes": [batch, heads, k.shape[1], dim, v.shape[3], first_head, num_heads],
         "window": [*window.sizes, *window.reach, *_relevant_dilation(window.reach, window.steps)], "q": pointer_and_strides(q),
         "k": pointer_and_strides(k), "v": pointer_and_strides(v), "out": pointer_and_strides(out), "lse": lse.data_ptr(),
         "table": 0 if table is None else table.data_ptr(), "scale": scale, "dropout": dropout,
-        "threshold": keep_threshold(dropout), "seed": 0 if seed is None else int(seed.to(torch.int32)),
+        "threshold": keep_threshold(dropout), "seed": seed_bits,
         "threads": torch.get_num_threads() if work > _MIN_PARALLEL_WORK else 1,
     }  # fmt: skip
 
@@ -217,7 +221,8 @@ def _attend_by_gathering(
     if table is not None:
         distances = table.new_zeros(table.shape[0], 2 * math.prod(sizes) - 1)
         table = distances.index_copy(1, _WindowGeometry(sizes, reach, steps).distances(), table)
-    call = Call(q, k, v, over, Dot(scale), table, None, None, dropout, seed)
+    single = None if seed is None else seed.reshape(-1)[0]
+    call = Call(q, k, v, over, Dot(scale), table, None, None, dropout, single, global_indices_of(seed))
     index = over.window_index(q.device).expand(q.shape[1], -1, -1)
     return attend_gathered(call, index)
 

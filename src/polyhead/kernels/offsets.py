@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
@@ -11,7 +9,7 @@ from torch import Tensor
 
 from polyhead._torch import to_at_least_fp32, without_autocast
 from polyhead.kernels.call import Call, OutputAndLse, repeat_grouped_heads
-from polyhead.kernels.dropout import keep_mask
+from polyhead.kernels.dropout import keep_mask, pair_numbers
 from polyhead.kernels.reference import softmax_and_lse
 from polyhead.neighbourhood import Offsets
 
@@ -72,10 +70,8 @@ def _dropout_factor(
 ) -> Float[Tensor, "... heads queries several"]:
     """The dropout factor of each weight: 0, or 1 / (1 - dropout)."""
     assert call.seed is not None
-    batch, heads, queries, _ = call.sizes
-    device = call.q.device
-    number = torch.arange(math.prod((*batch, heads)), device=device).reshape(*batch, heads, 1, 1)
-    keep = keep_mask(call.seed, number, torch.arange(queries, device=device)[:, None], index, call.dropout)
+    head, query, key = pair_numbers(call)
+    keep = keep_mask(call.seed, head[..., None, None], query[:, None], key[index], call.dropout)
     return keep.to(torch.promote_types(call.v.dtype, torch.float32)) / (1 - call.dropout)
 
 

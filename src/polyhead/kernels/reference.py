@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from polyhead._torch import can_branch_on_values, without_autocast
-from polyhead.kernels.call import Call, OutputAndLse, repeat_grouped_heads
-from polyhead.kernels.dropout import keep_mask
+from polyhead.kernels.call import Call, OutputAndLse, global_indices_of, repeat_grouped_heads
+from polyhead.kernels.dropout import keep_mask, pair_numbers
 from polyhead.kernels.nan_safe_products import masked_dot_products, masked_weighted_sum, nan_safe_scores
 from polyhead.linalg.foreach import all_finite
 from polyhead.neighbourhood import Graph, Mask
@@ -49,7 +47,9 @@ def attend_intervals(
     mask: Bool[Tensor, "#rows #heads #queries #keys"] | None,
     table: Float[Tensor, "heads distances"] | None,
     bias: Float[Tensor, "#rows #heads #queries #keys"] | None,
-    seed: Int[Tensor, ""] | None,
+    seed: Int[Tensor, ""] | Int[Tensor, " 3"] | None,
+    query_index: Int[Tensor, " queries"] | None,
+    key_index: Int[Tensor, " keys"] | None,
     scale: float,
     dropout: float,
 ) -> OutputAndLse:
@@ -57,7 +57,22 @@ def attend_intervals(
     key = torch.arange(k.shape[-2], device=q.device)
     allowed = ((key >= first[..., None]) & (key < stop[..., None]))[:, None]
     over = Mask(allowed if mask is None else allowed & mask)
-    return Reference()(Call(q, k, v, over, Dot(scale), table, bias, None, dropout, seed))
+    indices = global_indices_of(seed, query_index, key_index)
+    return Reference()(
+        Call(
+            q,
+            k,
+            v,
+            over,
+            Dot(scale),
+            table,
+            bias,
+            None,
+            dropout,
+            None if seed is None else seed.reshape(-1)[0],
+            indices,
+        )
+    )
 
 
 def masked_scores(
@@ -155,16 +170,8 @@ def softmax_and_lse(s: Float[Tensor, "... keys"]) -> tuple[Float[Tensor, "... ke
 def pair_keep_mask(call: Call) -> Tensor:
     """Which pairs dropout keeps, for every head of every row of the batch."""
     assert call.seed is not None
-    batch, heads, queries, keys = call.sizes
-    device = call.q.device
-    number = torch.arange(math.prod((*batch, heads)), device=device).reshape(*batch, heads, 1, 1)
-    return keep_mask(
-        call.seed,
-        number,
-        torch.arange(queries, device=device)[:, None],
-        torch.arange(keys, device=device),
-        call.dropout,
-    )
+    head, query, key = pair_numbers(call)
+    return keep_mask(call.seed, head[..., None, None], query[:, None], key, call.dropout)
 
 
 def non_sink_share(

@@ -24,7 +24,7 @@ from polyhead.kernels.call import (
     pointer_and_strides,
     repeat_grouped_heads,
 )
-from polyhead.kernels.dropout import keep_threshold
+from polyhead.kernels.dropout import keep_threshold, unpack_seed
 from polyhead.kernels.fused import dot_product_refuses, with_unit_stride
 from polyhead.kernels.operand_checks import check_native_qkv, check_operand
 from polyhead.kernels.operator_registration import OperatorPass, register_attention_operator
@@ -53,6 +53,8 @@ class Short:
             return f"it takes intervals of keys, and {type(call.over).__name__} is a mask"
         if torch.compiler.is_exporting():
             return "it is for few keys, and an exported program must work for any number"
+        if call.dropout > 0 and any(index is not None for index in call.item_indices):
+            return "its dropout counts queries and keys from 0"
         if k.shape[-2] * max(k.shape[-1], v.shape[-1]) > MAX_KEY_NUMBERS:
             return f"it is for few keys, at most {MAX_KEY_NUMBERS} numbers per head"
         return dot_product_refuses(call)
@@ -72,7 +74,7 @@ class Short:
         table = None if call.relative_bias is None else call.relative_bias.to(dtype)
         bias = None if call.bias is None else flatten_batch_unless_shared(call.bias.to(dtype), call.sizes.batch, 3)
         out, lse = torch.ops.polyhead.short(
-            q, k, v, first, stop, table, bias, call.seed, call.score.factor(q.shape[-1]), call.dropout
+            q, k, v, first, stop, table, bias, call.seed_and_heads, call.score.factor(q.shape[-1]), call.dropout
         )
         if call.q.dim() != 4:
             out, lse = out.reshape(*call.q.shape[:-1], out.shape[-1]), lse.reshape(call.q.shape[:-1])
@@ -163,11 +165,12 @@ def _native_arguments(
     batch, heads, queries, dim = q.shape
     _, key_heads, keys, width = v.shape
     work = batch * heads * queries * keys * (dim + width)
+    seed_bits, first_head, num_heads = unpack_seed(seed, heads)
     return operands, {
-        "double": q.dtype == torch.float64, "sizes": [batch, heads, key_heads, queries, keys, dim, width],
+        "double": q.dtype == torch.float64, "sizes": [batch, heads, key_heads, queries, keys, dim, width, first_head, num_heads],
         "q": pointer_and_strides(q), "k": pointer_and_strides(k), "v": pointer_and_strides(v), "first": first.data_ptr(), "stop": stop.data_ptr(),
         "rows": operands.interval_rows, "bias": operands.terms(table, bias), "scale": scale, "dropout": dropout, "threshold": keep_threshold(dropout),
-        "seed": 0 if seed is None else int(seed.to(torch.int32)), "threads": torch.get_num_threads() if work > _MIN_PARALLEL_WORK else 1,
+        "seed": seed_bits, "threads": torch.get_num_threads() if work > _MIN_PARALLEL_WORK else 1,
     }  # fmt: skip
 
 
@@ -217,7 +220,8 @@ def _short_backward_fake(
 
 
 def _attend_by_reference(q: Tensor, k: Tensor, v: Tensor, first: Tensor, stop: Tensor, *rest: Any) -> OutputAndLse:
-    return attend_intervals(q, k, v, first, stop, None, *rest)
+    table, bias, seed, scale, dropout = rest
+    return attend_intervals(q, k, v, first, stop, None, table, bias, seed, None, None, scale, dropout)
 
 
 register_attention_operator(

@@ -21,7 +21,7 @@ from polyhead.kernels.call import (
     flatten_batch_unless_shared,
     key_intervals,
 )
-from polyhead.kernels.dropout import keep_mask
+from polyhead.kernels.dropout import head_numbers, keep_mask
 from polyhead.kernels.fused import (
     can_pad_widths,
     dot_product_refuses,
@@ -76,7 +76,8 @@ class Tiled:
             mask,
             table,
             bias,
-            call.seed,
+            call.seed_and_heads,
+            *call.item_indices,
             scale,
             call.dropout,
             plain,
@@ -95,6 +96,8 @@ class _OperatorOptions(NamedTuple):
     table: Tensor | None
     bias: Tensor | None
     seed: Tensor | None
+    query_index: Tensor | None
+    key_index: Tensor | None
     scale: float
     dropout: float
     plain: bool
@@ -107,6 +110,7 @@ class _TiledProblem:
         """With `leave_out_hidden`, tiles are computed in plain torch, and NaN in a forbidden pair goes nowhere."""
         self.mask, self.table, self.bias = options.mask, options.table, options.bias
         self.seed, self.scale, self.dropout = options.seed, options.scale, options.dropout
+        self.query_index, self.key_index = options.query_index, options.key_index
         self.plain, self.leave_out_hidden = options.plain or leave_out_hidden, leave_out_hidden
         self.queries, self.keys, self.heads = q.shape[-2], keys, q.shape[-3]
         # bias and mask may exceed the range of bf16 or fp16
@@ -186,10 +190,15 @@ class _TiledProblem:
         if self.dropout == 0:
             return None
         assert self.seed is not None
-        number = torch.arange(tile.b0 * self.heads, tile.b1 * self.heads, device=self.device)
-        query = torch.arange(tile.q0, tile.q1, device=self.device)[:, None]
-        key = torch.arange(tile.k0, tile.k1, device=self.device)
-        return keep_mask(self.seed, number.reshape(-1, self.heads, 1, 1), query, key, self.dropout)
+        head = head_numbers(self.seed, (tile.b1, self.heads), self.device)[tile.b0 :, :, None, None]
+        query = self._item_numbers(self.query_index, tile.q0, tile.q1)
+        return keep_mask(
+            self.seed, head, query[:, None], self._item_numbers(self.key_index, tile.k0, tile.k1), self.dropout
+        )
+
+    def _item_numbers(self, index: Tensor | None, begin: int, end: int) -> Tensor:
+        """The indices of some queries or keys in the whole attention."""
+        return torch.arange(begin, end, device=self.device) if index is None else index[begin:end]
 
     def add_bias_gradients(self, tile: Tile, ds: Tensor, d_table: Tensor, d_bias: Tensor) -> None:
         """Add the gradient of a tile's scores to the gradients of the table and of the bias."""
@@ -212,6 +221,9 @@ def _check_inputs(q: Tensor, k: Tensor, v: Tensor, options: _OperatorOptions) ->
             raise ValueError(
                 f"{name} must be integers (1 or {batch}, {queries}), got {x.dtype} of shape {tuple(x.shape)}"
             )
+    for name, at, items in (("query_index", options.query_index, queries), ("key_index", options.key_index, keys)):
+        if at is not None and (tuple(at.shape) != (items,) or at.is_floating_point()):
+            raise ValueError(f"{name} must be integers ({items},), got {at.dtype} of shape {tuple(at.shape)}")
     pairs = (batch, heads, queries, keys)
     for added in (options.mask, options.bias):
         if added is not None and (added.dim() != 4 or not broadcasts_to(tuple(added.shape), pairs)):
@@ -365,7 +377,7 @@ def _attend_by_reference(*inputs: Any) -> OutputAndLse:
 register_attention_operator(
     "tiled",
     "Tensor q, Tensor k, Tensor v, Tensor first, Tensor stop, Tensor? mask, Tensor? table, Tensor? bias, Tensor? seed, "
-    "float scale, float dropout, bool plain",
+    "Tensor? query_index, Tensor? key_index, float scale, float dropout, bool plain",
     learned=("q", "k", "v", "table", "bias"),
     forward=OperatorPass(_tiled_forward, _tiled_forward_fake),
     backward=OperatorPass(_tiled_backward, _tiled_backward_fake),

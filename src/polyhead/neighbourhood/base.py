@@ -51,6 +51,11 @@ class Neighbourhood(ABC):
         """The coordinates of items that are points of a grid; None for other items."""
         return None
 
+    @property
+    def item_indices(self) -> tuple[Tensor, Tensor] | None:
+        """The indices of queries and keys in the whole attention, if it has further parts elsewhere; None if it is whole."""
+        return None
+
     def check(self, sizes: Sizes) -> None:  # noqa: B027 - most neighbourhoods fit any size
         """Raise a `ValueError` where this neighbourhood does not fit the tensors."""
 

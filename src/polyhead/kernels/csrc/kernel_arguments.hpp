@@ -5,6 +5,12 @@
 
 namespace polyhead {
 
+// Which heads of the whole attention these are: dropout counts heads through the whole batch. All of them if `total` is 0.
+struct DropoutHeads {
+    int64_t first, total;
+    int64_t number(int64_t entry, int64_t heads, int64_t head) const { return entry * (total ? total : heads) + first + head; }
+};
+
 enum ScoreKind { GAT = 0, GATV2 = 1, DOT = 2 };
 
 // Node-major tensors (batch, nodes, heads, dim); GAT's q and k are (batch, nodes, heads). Null pointers mean absent tensors.
@@ -19,6 +25,8 @@ struct EdgeProblem {
     int64_t threshold;
     int32_t seed;
     int threads;
+    DropoutHeads numbering;
+    const int32_t *query_index, *key_index;  // of nodes in the whole graph, for dropout; null if they count from 0
 };
 
 struct EdgeResult {
@@ -90,6 +98,7 @@ struct Short {
     int32_t seed;
     int threads;
     ShortBias bias[2];
+    DropoutHeads numbering;
 };
 
 struct ShortGradients {
@@ -112,6 +121,7 @@ struct Grid {
     int64_t threshold;
     int32_t seed;
     int threads;
+    DropoutHeads numbering;
 };
 
 struct GridGradients {

@@ -49,11 +49,12 @@ int64_t sort_edges_at(Pointer sources, int64_t sources_stride, Pointer destinati
 bool edges_forward(int kind, bool is_double, int64_t batch, int64_t sources, int64_t destinations, int64_t edges, int64_t heads,
              int64_t dim, int64_t edge_features, Pointer q, Pointer k, Pointer v, Pointer a, Pointer inside, Pointer features,
              Pointer map, Pointer weights, Pointer indptr, Pointer indices, Pointer edge_id, Pointer out_, Pointer lse,
-             double factor, double dropout, int64_t threshold, int32_t seed, int threads) {
+             double factor, double dropout, int64_t threshold, int32_t seed, int64_t first_head, int64_t num_heads,
+             Pointer query_index, Pointer key_index, int threads) {
     nb::gil_scoped_release free;
     EdgeProblem p{kind, is_double, batch, sources, destinations, edges, heads, dim, edge_features, in(q), in(k), in(v), in(a),
               in(inside), in(features), in(map), in(weights), in<int32_t>(indptr), in<int32_t>(indices), in<int32_t>(edge_id),
-              factor, dropout, threshold, seed, threads};
+              factor, dropout, threshold, seed, threads, {first_head, num_heads}, in<int32_t>(query_index), in<int32_t>(key_index)};
     return ids_in_range(kernels_in_use().edges_forward(p, {out(out_), out(lse)}));
 }
 
@@ -62,11 +63,12 @@ bool edges_backward(int kind, bool is_double, int64_t batch, int64_t sources, in
               Pointer map, Pointer weights, Pointer indptr, Pointer indices, Pointer edge_id, Pointer out_indptr,
               Pointer out_slot, Pointer out_indices, Pointer out_, Pointer lse, Pointer d_out, Pointer d_lse,
               Pointer dq, Pointer dk, Pointer dv, Pointer da, Pointer d_inside, Pointer d_weights, Pointer d_features,
-              Pointer d_map, double factor, double dropout, int64_t threshold, int32_t seed, int threads) {
+              Pointer d_map, double factor, double dropout, int64_t threshold, int32_t seed, int64_t first_head, int64_t num_heads,
+              Pointer query_index, Pointer key_index, int threads) {
     nb::gil_scoped_release free;
     EdgeProblem p{kind, is_double, batch, sources, destinations, edges, heads, dim, edge_features, in(q), in(k), in(v), in(a),
               in(inside), in(features), in(map), in(weights), in<int32_t>(indptr), in<int32_t>(indices), in<int32_t>(edge_id),
-              factor, dropout, threshold, seed, threads};
+              factor, dropout, threshold, seed, threads, {first_head, num_heads}, in<int32_t>(query_index), in<int32_t>(key_index)};
     EdgeGradients g{in<int32_t>(out_indptr), in<int32_t>(out_slot), in<int32_t>(out_indices), in(out_), in(lse),
                 in(d_out), in(d_lse), out(dq), out(dk), out(dv), out(da), out(d_inside), out(d_weights),
                 out(d_features), out(d_map)};
@@ -110,7 +112,7 @@ Short make_short(bool is_double, const Sizes &n, const Axes &q, const Axes &k, c
                int32_t seed, int threads) {
     return {is_double, n.at(0), n.at(1), n.at(2), n.at(3), n.at(4), n.at(5), n.at(6), strided(q), strided(k), strided(v),
             strided(out_), out(lse), in<int32_t>(first), in<int32_t>(stop), rows, scale, dropout, threshold, seed, threads,
-            {bias_at(bias, 0), bias_at(bias, 1)}};
+            {bias_at(bias, 0), bias_at(bias, 1)}, {n.at(7), n.at(8)}};
 }
 
 void short_forward(bool is_double, const Sizes &sizes, const Axes &q, const Axes &k, const Axes &v, const Axes &out_,
@@ -131,13 +133,13 @@ void short_backward(bool is_double, const Sizes &sizes, const Axes &q, const Axe
     throw_unless_allocated(kernels_in_use().short_backward(s, g));
 }
 
-// sizes: batch, heads, key heads, dim, width; window: points, reach and step of each axis
+// sizes: batch, heads, key heads, dim, width, first head, heads of the whole attention; window: points, reach and step of each axis
 Grid make_grid_arguments(bool is_double, const Sizes &n, const Sizes &window, const Axes &q, const Axes &k, const Axes &v,
                          const Axes &out_, Pointer lse, Pointer table, double scale, double dropout, int64_t threshold, int32_t seed, int threads) {
     const int64_t axes = int64_t(window.size()) / 3;
     return {is_double, n.at(0), n.at(1), n.at(2), n.at(3), n.at(4), axes, window.data(), window.data() + axes,
             window.data() + 2 * axes, strided(q), strided(k), strided(v), strided(out_), out(lse), in(table), scale, dropout,
-            threshold, seed, threads};
+            threshold, seed, threads, {n.at(5), n.at(6)}};
 }
 
 void grid_forward(bool is_double, const Sizes &sizes, const Sizes &window, const Axes &q, const Axes &k, const Axes &v,
@@ -298,12 +300,13 @@ NB_MODULE(_native, m) {
           "out_slot"_a, "out_indices"_a);
     m.def("edges_forward", &edges_forward, "kind"_a, "double"_a, "batch"_a, "sources"_a, "destinations"_a, "edges"_a, "heads"_a,
           "dim"_a, "edge_features"_a, "q"_a, "k"_a, "v"_a, "a"_a, "inside"_a, "features"_a, "map"_a, "weights"_a, "indptr"_a,
-          "indices"_a, "edge_id"_a, "out"_a, "lse"_a, "factor"_a, "dropout"_a, "threshold"_a, "seed"_a, "threads"_a);
+          "indices"_a, "edge_id"_a, "out"_a, "lse"_a, "factor"_a, "dropout"_a, "threshold"_a, "seed"_a,
+          "first_head"_a, "num_heads"_a, "query_index"_a, "key_index"_a, "threads"_a);
     m.def("edges_backward", &edges_backward, "kind"_a, "double"_a, "batch"_a, "sources"_a, "destinations"_a, "edges"_a,
           "heads"_a, "dim"_a, "edge_features"_a, "q"_a, "k"_a, "v"_a, "a"_a, "inside"_a, "features"_a, "map"_a, "weights"_a, "indptr"_a,
           "indices"_a, "edge_id"_a, "out_indptr"_a, "out_slot"_a, "out_indices"_a, "out"_a, "lse"_a, "d_out"_a,
           "d_lse"_a, "dq"_a, "dk"_a, "dv"_a, "da"_a, "d_inside"_a, "d_weights"_a, "d_features"_a, "d_map"_a, "factor"_a,
-          "dropout"_a, "threshold"_a, "seed"_a, "threads"_a);
+          "dropout"_a, "threshold"_a, "seed"_a, "first_head"_a, "num_heads"_a, "query_index"_a, "key_index"_a, "threads"_a);
     m.def("gather_sum", &gather_sum, "double"_a, "sources"_a, "destinations"_a, "edges"_a, "width"_a, "v"_a, "indptr"_a, "indices"_a,
           "out"_a, "threads"_a);
     m.def("score_stats", &score_stats, "heads"_a, "rows"_a, "columns"_a, "queries"_a, "keys"_a, "scores"_a, "column"_a, "first"_a,

@@ -242,10 +242,10 @@ struct BackwardBySource {
     // writes the dropout factor of each pair
     void write_dropout_factors(Workspace &w, int64_t node, int64_t at, int64_t count, int64_t quads) const {
         for (int64_t quad = 0; quad < quads; ++quad) {
-            Words queries, key = uint32_t(node) - Words{};
+            Words queries, key = in.key_number(node) - Words{};
             for (int64_t e = 0; e < 4; ++e) {
                 const int64_t edge = 4 * quad + e < count ? 4 * quad + e : count - 1;
-                queries[e] = uint32_t(state.to.out_indices[at + edge]);
+                queries[e] = in.query_number(state.to.out_indices[at + edge]);
             }
             for (int64_t h = 0; h < in.shape.heads; ++h)
                 store(w.factor + quad * in.width + 4 * h,

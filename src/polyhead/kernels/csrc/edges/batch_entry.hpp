@@ -58,7 +58,11 @@ struct BatchEntry {
         dropout = dropout_of(p.dropout, p.threshold);
     }
 
-    uint32_t head_hash(int64_t h) const { return hash_head(problem.seed, number * shape.heads + h); }
+    uint32_t head_hash(int64_t h) const { return hash_head(problem.seed, problem.numbering.number(number, shape.heads, h)); }
+
+    // the number of a node in the whole graph
+    POLYHEAD_INLINE uint32_t query_number(int64_t node) const { return uint32_t(problem.query_index ? problem.query_index[node] : node); }
+    POLYHEAD_INLINE uint32_t key_number(int64_t node) const { return uint32_t(problem.key_index ? problem.key_index[node] : node); }
 
     // whether edge ids are used
     bool uses_edge_ids() const { return inside || features || weights; }

@@ -223,8 +223,8 @@ struct EdgesForward {
         for (int64_t quad = 0; quad < quads; ++quad) {
             Words keys;
             for (int64_t e = 0; e < 4; ++e)
-                keys[e] = uint32_t(in.problem.indices[at + (4 * quad + e < count ? 4 * quad + e : count - 1)]);
-            Words query = uint32_t(node) - Words{};
+                keys[e] = in.key_number(in.problem.indices[at + (4 * quad + e < count ? 4 * quad + e : count - 1)]);
+            Words query = in.query_number(node) - Words{};
             for (int64_t h = 0; h < in.shape.heads; ++h) {
                 T *c = w.scores + quad * in.width + 4 * h;
                 store(c, load<Quad<T>>(c) * dropout_factor<T, 4>(in.dropout, hash_query(w.hash[h], query), keys, in.keep));

@@ -73,7 +73,7 @@ struct GridForward : GridRows<T> {
 
     void begin_part(const GridPart &next, int64_t query_head) {
         part = next;
-        head = dropout.on ? hash_head(in.seed, part.b * in.heads + query_head) : 0;
+        head = dropout.on ? hash_head(in.seed, in.numbering.number(part.b, in.heads, query_head)) : 0;
         table = in.table ? static_cast<const T *>(in.table) + query_head * cut.offsets : nullptr;
     }
 

@@ -296,7 +296,7 @@ struct ShortWork {
     }
 
     uint32_t head_hash(Dropout dropout, int64_t b, int64_t h) {
-        return dropout.on ? hash_head(in.seed, b * in.heads + h) : 0;
+        return dropout.on ? hash_head(in.seed, in.numbering.number(b, in.heads, h)) : 0;
     }
 
     void prefetch(const ShortGradients *g, int64_t b, int64_t key_head) const {
