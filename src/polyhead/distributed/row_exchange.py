@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -42,7 +43,7 @@ class PendingRows:
 
 def start_send(x: Float[Tensor, "rows features"], plan: RowPlan, group: dist.ProcessGroup | None = None) -> PendingRows:
     """Start sending rows of `x`. The result is (received, features), grouped by sending rank, in the order of its `send`."""
-    return _start_all_to_all(x.index_select(0, plan.send), plan.receive_counts, plan.send_counts, group)
+    return start_all_to_all(x.index_select(0, plan.send), plan.receive_counts, plan.send_counts, group)
 
 
 def start_return(
@@ -51,7 +52,7 @@ def start_return(
     """Start sending the gradients of received rows back to their owners, in at least fp32: the result is (sent, features)."""
     # gloo sums and sends bf16 as bf16, in which 256 + 1 is 256
     wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
-    return _start_all_to_all(wide.contiguous(), plan.send_counts, plan.receive_counts, group)
+    return start_all_to_all(wide.contiguous(), plan.send_counts, plan.receive_counts, group)
 
 
 def add_returned(
@@ -61,9 +62,13 @@ def add_returned(
     gradient.index_add_(0, plan.send, returned.to(gradient.dtype))
 
 
-def _start_all_to_all(
-    x: Tensor, receive_counts: tuple[int, ...], send_counts: tuple[int, ...], group: dist.ProcessGroup | None
+def start_all_to_all(
+    x: Float[Tensor, "sent features"],
+    receive_counts: Sequence[int],
+    send_counts: Sequence[int],
+    group: dist.ProcessGroup | None = None,
 ) -> PendingRows:
+    """Start sending rows that are grouped by receiving rank; the result is grouped by sending rank."""
     rows = x.new_empty(sum(receive_counts), *x.shape[1:])
     work = dist.all_to_all_single(rows, x, list(receive_counts), list(send_counts), group=group, async_op=True)
     assert work is not None

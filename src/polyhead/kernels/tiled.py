@@ -51,6 +51,14 @@ class Tiled:
         return dot_product_refuses(call)
 
     def __call__(self, call: Call) -> OutputAndLse:
+        out, lse = torch.ops.polyhead.tiled(*self.operator_arguments(call))
+        if call.q.dim() != 4:
+            out, lse = out.reshape(*call.q.shape[:-1], out.shape[-1]), lse.reshape(call.q.shape[:-1])
+        width = call.v.shape[-1]
+        return (out if out.shape[-1] == width else out[..., :width]), lse
+
+    def operator_arguments(self, call: Call) -> tuple[Any, ...]:
+        """A call as the arguments of `polyhead::tiled`."""
         batch, sizes = call.sizes.batch, call.sizes
         device, width, dim = call.q.device, call.v.shape[-1], call.q.shape[-1]
         assert isinstance(call.score, Dot)
@@ -67,24 +75,9 @@ class Tiled:
         if not plain:
             q, scale = with_positive_scale(q, scale)
             q, k, v = match_widths_and_heads(q, k, v)
-        out, lse = torch.ops.polyhead.tiled(
-            flatten_batch(q),
-            flatten_batch(k),
-            flatten_batch(v),
-            first,
-            stop,
-            mask,
-            table,
-            bias,
-            call.seed_and_heads,
-            *call.item_indices,
-            scale,
-            call.dropout,
-            plain,
-        )
-        if q.dim() != 4:
-            out, lse = out.reshape(*call.q.shape[:-1], out.shape[-1]), lse.reshape(call.q.shape[:-1])
-        return (out if out.shape[-1] == width else out[..., :width]), lse
+        q, k, v = flatten_batch(q), flatten_batch(k), flatten_batch(v)
+        seed, indices = call.seed_and_heads, call.item_indices
+        return q, k, v, first, stop, mask, table, bias, seed, *indices, scale, call.dropout, plain
 
 
 class _OperatorOptions(NamedTuple):

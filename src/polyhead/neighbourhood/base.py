@@ -52,6 +52,15 @@ class Neighbourhood(ABC):
         return None
 
     @property
+    def whole(self) -> Neighbourhood:
+        """The neighbourhood of the whole attention, if this one is a part of it."""
+        return self
+
+    def whole_sizes(self, queries: int, keys: int) -> tuple[int, int]:
+        """The queries and keys of the whole attention."""
+        return queries, keys
+
+    @property
     def item_indices(self) -> tuple[Tensor, Tensor] | None:
         """The indices of queries and keys in the whole attention, if it has further parts elsewhere; None if it is whole."""
         return None

@@ -1,0 +1,110 @@
+"""Attention over items that lie on several ranks, as one differentiable function: what the kernels `exchange` and `ring` share."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from polyhead.distributed.block_attention import ItemProblem, RowMerge, Rows, Terms, block_gradients
+from polyhead.distributed.item_plan import Block
+from polyhead.kernels import Call, OutputAndLse
+from polyhead.kernels.call import flatten_batch, flatten_batch_unless_shared
+
+
+class Accumulator:
+    """The gradients of own queries and of the terms, summed over blocks in at least fp32."""
+
+    def __init__(self, problem: ItemProblem, terms: Terms, rows: Rows) -> None:
+        self.problem, self.terms, self.rows = problem, terms, rows
+        self.dq = zeros_item_major(problem.call.q)
+        self._learned = terms.tensors()
+        self.d_terms: list[Tensor | None] = [None] * len(self._learned)
+
+    def add(self, block: Block, k: Tensor, v: Tensor, dk: Tensor, dv: Tensor) -> None:
+        """Add the gradients of a block; `dk` and `dv` are shaped like k and v."""
+        (dq, block_dk, block_dv), d_terms = block_gradients(self.problem, block, k, v, self.terms, self.rows)
+        self.dq[..., block.queries, :] += dq
+        dk[..., block.keys, :] += block_dk
+        dv[..., block.keys, :] += block_dv
+        for i, found in enumerate(d_terms):
+            if found is not None:
+                before = self.d_terms[i]
+                self.d_terms[i] = found if before is None else before + found
+
+
+def zeros_item_major(x: Tensor) -> Tensor:
+    """Zeros shaped like (batch, heads, items, dim), in at least fp32 and with heads inside items."""
+    batch, heads, items, dim = x.shape
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    return x.new_zeros(batch, items, heads, dim, dtype=dtype).transpose(1, 2)
+
+
+class Transport(Protocol):
+    """How keys and values reach the ranks that need them."""
+
+    def forward(self, problem: ItemProblem, merge: RowMerge) -> tuple[Tensor, ...]:
+        """Compute all blocks into `merge`; returns what the backward pass needs besides q, k and v."""
+
+    def backward(
+        self, problem: ItemProblem, accumulator: Accumulator, saved: tuple[Tensor, ...]
+    ) -> tuple[Tensor, Tensor]:
+        """Compute the gradients of all blocks; returns those of the own k and v."""
+
+
+def attend_items(call: Call, transport: Transport, group: dist.ProcessGroup, length: int) -> OutputAndLse:
+    """The attention of own queries, by a transport. Every rank of the group must call it."""
+    batch = call.sizes.batch
+    seed = call.seed
+    if call.dropout > 0 and seed is not None:
+        # every rank has drawn one; the first rank's counts
+        seed = seed.clone()
+        dist.broadcast(seed, group_src=0, group=group)
+    bias = None if call.bias is None else flatten_batch_unless_shared(call.bias, batch, 3)
+    k = flatten_batch(call.k)
+    v = k if call.v is call.k else flatten_batch(call.v)
+    flat = call._replace(q=flatten_batch(call.q), k=k, v=v, bias=bias, seed=seed)
+    problem = ItemProblem(flat, call.over.whole, length, batch)
+    learned = tuple(x for x in call.score.learned() if x.requires_grad)
+    out, lse = _ItemAttention.apply(transport, problem, flat.q, k, v, flat.relative_bias, bias, *learned)
+    return out.reshape(*call.q.shape[:-1], out.shape[-1]), lse.reshape(call.q.shape[:-1])
+
+
+class _ItemAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, transport: Transport, problem: ItemProblem, *tensors: Any) -> tuple[Tensor, Tensor]:
+        q, k, v, table, bias, *learned = tensors
+        # tensors are saved by autograd, not by the problem: a reference to an input would keep the graph alive
+        problem = problem._replace(call=_with_tensors(problem.call, q, k, v, table, bias))
+        merge = RowMerge(problem.call)
+        saved = transport.forward(problem, merge)
+        out = merge.out.to(v.dtype)
+        ctx.transport, ctx.learned, ctx.num_saved = transport, len(learned), len(saved)
+        ctx.problem = problem._replace(call=_with_tensors(problem.call, None, None, None, None, None))
+        ctx.v_is_k = v is k
+        ctx.save_for_backward(q, k, v, table, bias, out, merge.lse, *learned, *saved)
+        ctx.set_materialize_grads(False)
+        return out, merge.lse
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> Any:
+        q, k, v, table, bias, out, lse, *rest = ctx.saved_tensors
+        learned, saved = tuple(rest[: ctx.learned]), tuple(rest[ctx.learned :])
+        # what autograd hands back are new objects: one tensor for keys and values must stay one
+        v = k if ctx.v_is_k else v
+        problem = ctx.problem._replace(call=_with_tensors(ctx.problem.call, q, k, v, table, bias))
+        needed = ctx.needs_input_grad[5:7]
+        terms = Terms(table, bias, learned).with_gradients(needed)
+        rows = Rows(out, lse.masked_fill(lse == -torch.inf, 0.0), torch.zeros_like(out) if d_out is None else d_out, d_lse)
+        accumulator = Accumulator(problem, terms, rows)
+        dk, dv = ctx.transport.backward(problem, accumulator, saved)
+        found = iter(accumulator.d_terms)
+        d_table, d_bias = (next(found) if x is not None and x.requires_grad else None for x in terms[:2])
+        return None, None, accumulator.dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), d_table, d_bias, *found
+
+
+def _with_tensors(call: Call, q: Any, k: Any, v: Any, table: Any, bias: Any) -> Call:
+    return call._replace(q=q, k=k, v=v, relative_bias=table, bias=bias)
