@@ -77,13 +77,15 @@ def attention_weights(
 
 
 class Explanation(NamedTuple):
-    """The kernel that computes a call, and why each faster kernel refuses it."""
+    """The kernel that computes a call, why each faster kernel refuses it, and what the kernel sends to other ranks, if any."""
 
     kernel: str
     refused: dict[str, str]
+    sends: str | None = None
 
     def __str__(self) -> str:
-        return "\n".join([self.kernel, *(f"  not {name}: {reason}" for name, reason in self.refused.items())])
+        chosen = self.kernel if self.sends is None else f"{self.kernel}: {self.sends}"
+        return "\n".join([chosen, *(f"  not {name}: {reason}" for name, reason in self.refused.items())])
 
 
 def explain(
@@ -145,4 +147,5 @@ def explain_call(call: Call) -> Explanation:
         if reason is None:
             break
         refused[candidate.name] = reason
-    return Explanation(candidate.name, refused)
+    describe = getattr(candidate, "describe_messages", None)
+    return Explanation(candidate.name, refused, None if describe is None else describe(call))

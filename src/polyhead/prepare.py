@@ -67,8 +67,8 @@ def check_and_make_call(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptio
                 f"position must be a Position such as Rotary(), got {short_repr(position)}{hint_for_position(position)}"
             )
         position.check(q.shape[-3], q.shape[-1])
-        lattice = find_lattice(position, over, q.shape[-2], k.shape[-2])
-        query_points, key_points = lattice_coordinates(lattice, q.device)
+        lattice = find_lattice(position, over, *over.whole_sizes(q.shape[-2], k.shape[-2]))
+        query_points, key_points = item_coordinates(over, lattice, q.device)
         q = position.rotate(q, k.shape[-2] - q.shape[-2], query_points)
         k = position.rotate(k, 0, key_points)
     if sink is not None and not isinstance(sink, Tensor):
@@ -148,11 +148,19 @@ def _check_sequence_position_on_grid(position: Position, over: Neighbourhood, la
         )
 
 
-def lattice_coordinates(
-    lattice: Lattice | None, device: torch.device
+def item_coordinates(
+    over: Neighbourhood, lattice: Lattice | None, device: torch.device
 ) -> tuple[Int[Tensor, "queries axes"] | None, Int[Tensor, "keys axes"] | None]:
-    """The coordinates of queries and keys; `(None, None)` for sequence positions."""
-    return (None, None) if lattice is None else (lattice.query_coordinates(device), lattice.key_coordinates(device))
+    """The coordinates of queries and keys on a grid, or in a whole sequence of which `over` has a part; else `(None, None)`."""
+    own = over.item_indices
+    if lattice is None:
+        if own is None:
+            return None, None
+        queries, keys = over.whole_sizes(len(own[0]), len(own[1]))
+        query, key = (index.to(device) for index in own)
+        return (query + (keys - queries))[:, None], key[:, None]
+    query, key = lattice.query_coordinates(device), lattice.key_coordinates(device)
+    return (query, key) if own is None else (query[own[0].to(device)], key[own[1].to(device)])
 
 
 def _position_bias(
@@ -162,11 +170,13 @@ def _position_bias(
 
     A relative bias where only the distance between key and query matters; else one number per pair, added to the bias.
     """
-    queries, keys, device = q.shape[-2], k.shape[-2], q.device
+    (queries, keys), device = over.whole_sizes(q.shape[-2], k.shape[-2]), q.device
     distance = torch.arange(1 - keys, max(queries, 1 - keys), device=device)
     if lattice is None:
         return position.by_distance(distance), bias
-    local = next((part for part in intersection_parts(over) if isinstance(part, Grid) and part.offset_is_unique), None)
+    local = next(
+        (part for part in intersection_parts(over.whole) if isinstance(part, Grid) and part.offset_is_unique), None
+    )
     relative_bias = None if local is None else position.by_offset(local.offset_of(distance))
     if relative_bias is not None:
         return relative_bias, bias
@@ -174,6 +184,8 @@ def _position_bias(
     if pairs is not None and lattice.prefix:
         # prefix tokens have no coordinates: nothing is added for them
         pairs = F.pad(pairs, (lattice.prefix, 0, lattice.prefix, 0))
+    if pairs is not None and over.item_indices is not None:
+        pairs = pairs.index_select(-2, over.item_indices[0].to(device))
     if pairs is None or bias is None:
         return None, bias if pairs is None else pairs
     return None, to_at_least_fp32(bias) + to_at_least_fp32(pairs)

@@ -18,24 +18,26 @@ from polyhead.kernels import Call
 from polyhead.kernels.call import GlobalIndices, flatten_batch_unless_shared
 from polyhead.kernels.reference import Reference
 from polyhead.kernels.tiled import Tiled
-from polyhead.neighbourhood import KeyInterval, Neighbourhood
+from polyhead.neighbourhood import Neighbourhood
+from polyhead.neighbourhood.shapes import KeyInterval
 from polyhead.score import Dot
 
 
 class BlockNeighbourhood(Neighbourhood):
-    """A neighbourhood of a whole sequence, for the queries and keys of a block, in a batch with one axis."""
+    """A neighbourhood of a whole attention, for the queries and keys of a block, in a batch with one axis."""
 
     tensors = ("first", "stop", "query_index", "key_index")
 
-    def __init__(self, over: Neighbourhood, block: Block, batch: tuple[int, ...]) -> None:
+    def __init__(self, over: Neighbourhood, block: Block, batch: tuple[int, ...], query_offset: int) -> None:
         self.over, self.exact, self.by_head, self.batch = over, over.exact, over.by_head, batch
+        self.query_offset = query_offset
         self.query_index, self.key_index = block.query_index, block.key_index
         self.first, self.stop = block.first, block.stop
 
     def allows(self, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         local = query.flatten() - (len(self.key_index) - len(self.query_index))
         queries, keys = self.query_index.to(key.device)[local], self.key_index.to(key.device)[key.flatten()]
-        allowed = self.over.allows(head, queries[:, None], keys)
+        allowed = self.over.allows(head, queries[:, None] + self.query_offset, keys)
         return flatten_batch_unless_shared(allowed, self.batch, 3) if allowed.dim() > 3 else allowed
 
     def interval(self, queries: int, keys: int, device: torch.device) -> KeyInterval:
@@ -53,8 +55,7 @@ class Terms(NamedTuple):
     def with_gradients(self, needed: tuple[bool, ...]) -> Terms:
         """The same terms as leaves, of which some need gradients; parameters stay as they are."""
         own = [
-            None if x is None else x.detach().requires_grad_(need)
-            for x, need in zip(self[:2], needed[:2], strict=True)
+            None if x is None else x.detach().requires_grad_(need) for x, need in zip(self[:2], needed[:2], strict=True)
         ]
         return Terms(own[0], own[1], self.learned)
 
@@ -68,8 +69,11 @@ class ItemProblem(NamedTuple):
 
     call: Call
     over: Neighbourhood
-    """The neighbourhood of the whole sequence."""
-    length: int
+    """The neighbourhood of the whole attention."""
+    queries: int
+    """The number of queries in the whole attention."""
+    query_offset: int
+    """The position of the first of them along the keys."""
     batch: tuple[int, ...]
     """The batch axes that were flattened."""
 
@@ -82,13 +86,13 @@ class ItemProblem(NamedTuple):
             bias = bias if bias.shape[-2] == 1 else bias[..., block.queries, :]
             bias = bias if bias.shape[-1] == 1 else bias.index_select(-1, key_index)
         if table is not None and not block.has_gaps:
-            # the entry of (query, key) is key - query + length - 1; a block's table begins with its last query and first key
-            start = int(block.key_index[0]) - int(block.query_index[-1]) + self.length - 1
+            # the entry of (query, key) is key - query + queries - 1; a block's table begins with its last query and first key
+            start = int(block.key_index[0]) - int(block.query_index[-1]) + self.queries - 1
             table = table[:, start : start + len(query_index) + len(key_index) - 1]
         elif table is not None:
-            added = table[:, key_index - query_index[:, None] + (self.length - 1)]
+            added = table[:, key_index - query_index[:, None] + (self.queries - 1)]
             bias, table = added if bias is None else bias + added, None
-        over = BlockNeighbourhood(self.over, block, self.batch)
+        over = BlockNeighbourhood(self.over, block, self.batch, self.query_offset)
         return self.call._replace(
             q=q, k=k, v=v, over=over, relative_bias=table, bias=bias, sink=None,
             global_indices=at._replace(queries=query_index, keys=key_index),
@@ -145,9 +149,7 @@ class Rows(NamedTuple):
 
     def select(self, queries: slice) -> Rows:
         d_lse = None if self.d_lse is None else self.d_lse[..., queries]
-        return Rows(
-            self.out[..., queries, :], self.lse[..., queries], self.d_out[..., queries, :], d_lse
-        )
+        return Rows(self.out[..., queries, :], self.lse[..., queries], self.d_out[..., queries, :], d_lse)
 
 
 def block_gradients(

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from polyhead.distributed.block_attention import ItemProblem, RowMerge, Rows, Terms, block_gradients
-from polyhead.distributed.item_plan import Block
+from polyhead.distributed.item_plan import Block, Layouts
 from polyhead.kernels import Call, OutputAndLse
 from polyhead.kernels.call import flatten_batch, flatten_batch_unless_shared
 
@@ -50,14 +50,13 @@ class Transport(Protocol):
 
     def backward(
         self, problem: ItemProblem, accumulator: Accumulator, saved: tuple[Tensor, ...]
-    ) -> tuple[Tensor, Tensor]:
-        """Compute the gradients of all blocks; returns those of the own k and v."""
+    ) -> tuple[Tensor, Tensor | None]:
+        """Compute the gradients of all blocks; returns those of the own k and v, as one where the values are the keys."""
 
 
-def attend_items(call: Call, transport: Transport, group: dist.ProcessGroup, length: int) -> OutputAndLse:
+def attend_items(call: Call, transport: Transport, layouts: Layouts, group: dist.ProcessGroup) -> OutputAndLse:
     """The attention of own queries, by a transport. Every rank of the group must call it."""
-    batch = call.sizes.batch
-    seed = call.seed
+    batch, seed = call.sizes.batch, call.seed
     if call.dropout > 0 and seed is not None:
         # every rank has drawn one; the first rank's counts
         seed = seed.clone()
@@ -66,7 +65,7 @@ def attend_items(call: Call, transport: Transport, group: dist.ProcessGroup, len
     k = flatten_batch(call.k)
     v = k if call.v is call.k else flatten_batch(call.v)
     flat = call._replace(q=flatten_batch(call.q), k=k, v=v, bias=bias, seed=seed)
-    problem = ItemProblem(flat, call.over.whole, length, batch)
+    problem = ItemProblem(flat, call.over.whole, layouts.queries.length, layouts.query_offset, batch)
     learned = tuple(x for x in call.score.learned() if x.requires_grad)
     out, lse = _ItemAttention.apply(transport, problem, flat.q, k, v, flat.relative_bias, bias, *learned)
     return out.reshape(*call.q.shape[:-1], out.shape[-1]), lse.reshape(call.q.shape[:-1])
@@ -98,12 +97,15 @@ class _ItemAttention(torch.autograd.Function):
         problem = ctx.problem._replace(call=_with_tensors(ctx.problem.call, q, k, v, table, bias))
         needed = ctx.needs_input_grad[5:7]
         terms = Terms(table, bias, learned).with_gradients(needed)
-        rows = Rows(out, lse.masked_fill(lse == -torch.inf, 0.0), torch.zeros_like(out) if d_out is None else d_out, d_lse)
+        rows = Rows(
+            out, lse.masked_fill(lse == -torch.inf, 0.0), torch.zeros_like(out) if d_out is None else d_out, d_lse
+        )
         accumulator = Accumulator(problem, terms, rows)
         dk, dv = ctx.transport.backward(problem, accumulator, saved)
         found = iter(accumulator.d_terms)
         d_table, d_bias = (next(found) if x is not None and x.requires_grad else None for x in terms[:2])
-        return None, None, accumulator.dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), d_table, d_bias, *found
+        d_values = None if dv is None else dv.to(v.dtype)
+        return None, None, accumulator.dq.to(q.dtype), dk.to(k.dtype), d_values, d_table, d_bias, *found
 
 
 def _with_tensors(call: Call, q: Any, k: Any, v: Any, table: Any, bias: Any) -> Call:

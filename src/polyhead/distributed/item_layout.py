@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Literal, NamedTuple
 
 import torch
@@ -73,4 +74,4 @@ def find_runs(index: Int[Tensor, " items"]) -> list[slice]:
     if not len(index):
         return []
     edges = [0, *((index.diff() != 1).nonzero()[:, 0] + 1).tolist(), len(index)]
-    return [slice(a, b) for a, b in zip(edges[:-1], edges[1:], strict=True)]
+    return [slice(a, b) for a, b in itertools.pairwise(edges)]

@@ -24,17 +24,31 @@ _CHECK_BLOCK = 1 << 22
 MAX_RUNS = 16
 
 
+class Layouts(NamedTuple):
+    """Where the queries and the keys of a whole attention lie."""
+
+    queries: ItemLayout
+    keys: ItemLayout
+
+    @property
+    def query_offset(self) -> int:
+        """The position of the first query along the keys."""
+        return self.keys.length - self.queries.length
+
+
 class Intervals(NamedTuple):
-    """The interval of keys `[first, stop)` of every query of the whole sequence; one row if it is the same for the whole batch."""
+    """The interval of keys `[first, stop)` of every query of the whole attention; one row if it is the same for the whole batch."""
 
     first: Int[Tensor, "rows queries"]
     stop: Int[Tensor, "rows queries"]
+    keys: int
 
     @staticmethod
-    def of(over: Neighbourhood, length: int) -> Intervals:
-        ends = torch.broadcast_tensors(*over.interval(length, length, torch.device("cpu")))
-        first, stop = (end.expand(*end.shape[:-1], length).reshape(-1, length).clamp(0, length) for end in ends)
-        return Intervals(first, torch.maximum(first, stop))
+    def of(over: Neighbourhood, layouts: Layouts) -> Intervals:
+        queries, keys = layouts.queries.length, layouts.keys.length
+        ends = torch.broadcast_tensors(*over.interval(queries, keys, torch.device("cpu")))
+        first, stop = (end.expand(*end.shape[:-1], queries).reshape(-1, queries).clamp(0, keys) for end in ends)
+        return Intervals(first, torch.maximum(first, stop), keys)
 
     def pairs_per_query(self) -> Int[Tensor, " queries"]:
         return (self.stop - self.first).sum(0)
@@ -68,28 +82,40 @@ class ItemPlan(NamedTuple):
     own_blocks: list[Block]
     received_blocks: list[Block]
 
+    @property
+    def sent_rows(self) -> int:
+        return len(self.rows.send)
 
-def make_item_plan(over: Neighbourhood, layout: ItemLayout, rank: int, heads: int, *, refine: bool) -> ItemPlan:
+    @property
+    def messages(self) -> int:
+        return self.rows.messages
+
+
+def make_item_plan(
+    over: Neighbourhood, layouts: Layouts, rank: int, intervals: Intervals, heads: int | None
+) -> ItemPlan:
     """Plan the exchange of keys for rank `rank`.
 
     Args:
-        over: the neighbourhood of the whole sequence.
-        heads: the number of heads, for a neighbourhood that differs between them.
-        refine: look at single pairs, so that only keys that some query may see are sent.
+        over: the neighbourhood of the whole attention.
+        intervals: its intervals.
+        heads: the number of heads, if single pairs are looked at, so that only keys that some query may see are sent; None if
+            all keys inside the intervals are sent.
     """
-    intervals, own, owner = Intervals.of(over, layout.length), layout.items(rank), layout.owners()
-    needs = PairCheck(over, heads) if refine else None
-    needed = _needed_keys(intervals, own, needs)
-    needed[own] = False
-    wanted = _own_keys_needed_by(intervals, layout, rank, needs)
+    own_queries, own_keys, owner = layouts.queries.items(rank), layouts.keys.items(rank), layouts.keys.owners()
+    pairs = None if heads is None else PairCheck(over, heads, layouts.query_offset)
+    needed = _needed_keys(intervals, own_queries, pairs)
+    needed[own_keys] = False
+    wanted = _own_keys_needed_by(intervals, layouts, rank, pairs)
     wanted[rank] = False
     send = [row.nonzero()[:, 0] for row in wanted]
     received = needed.nonzero()[:, 0]
     arrival = torch.argsort(owner[received], stable=True)
     order = None if bool((arrival.diff() == 1).all()) else arrival.argsort()
-    counts = torch.bincount(owner[received], minlength=layout.ranks)
+    counts = torch.bincount(owner[received], minlength=layouts.keys.ranks)
     rows = RowPlan(torch.cat(send), tuple(len(x) for x in send), tuple(counts.tolist()))
-    return ItemPlan(rows, received, order, make_blocks(intervals, own, own), make_blocks(intervals, own, received))
+    own_blocks = make_blocks(intervals, own_queries, own_keys)
+    return ItemPlan(rows, received, order, own_blocks, make_blocks(intervals, own_queries, received))
 
 
 class PairCheck(NamedTuple):
@@ -97,6 +123,7 @@ class PairCheck(NamedTuple):
 
     over: Neighbourhood
     heads: int
+    query_offset: int
 
     def any_allowed(self, queries: Int[Tensor, " queries"], keys: Int[Tensor, " keys"]) -> Bool[Tensor, " keys"]:
         """Which of the keys some of the queries may see."""
@@ -104,34 +131,34 @@ class PairCheck(NamedTuple):
         head = torch.arange(self.heads if self.over.by_head else 1)[:, None, None]
         step = max(1, _CHECK_BLOCK // max(1, len(keys) * len(head)))
         for part in queries.split(step) if len(keys) else ():
-            allowed = self.over.allows(head, part[:, None], keys)
+            allowed = self.over.allows(head, part[:, None] + self.query_offset, keys)
             seen |= allowed.expand(*allowed.shape[:-2], len(part), len(keys)).reshape(-1, len(keys)).any(0)
         return seen
 
 
-def _needed_keys(intervals: Intervals, own: Tensor, needs: PairCheck | None) -> Bool[Tensor, " items"]:
+def _needed_keys(intervals: Intervals, own: Tensor, pairs: PairCheck | None) -> Bool[Tensor, " items"]:
     """Which keys the own queries may see."""
-    length = intervals.first.shape[1]
-    needed = _covered(intervals.first[:, own].reshape(1, -1), intervals.stop[:, own].reshape(1, -1), length)[0]
-    if needs is not None:
+    first, stop = (end[:, own].reshape(1, -1) for end in intervals[:2])
+    needed = _covered(first, stop, intervals.keys)[0]
+    if pairs is not None:
         candidates = needed.nonzero()[:, 0]
-        needed[candidates] = needs.any_allowed(own, candidates)
+        needed[candidates] = pairs.any_allowed(own, candidates)
     return needed
 
 
 def _own_keys_needed_by(
-    intervals: Intervals, layout: ItemLayout, rank: int, needs: PairCheck | None
+    intervals: Intervals, layouts: Layouts, rank: int, pairs: PairCheck | None
 ) -> Bool[Tensor, "ranks own"]:
     """Which of the own keys each rank needs."""
-    own, owner = layout.items(rank), layout.owners()
+    own, owner, ranks = layouts.keys.items(rank), layouts.queries.owners(), layouts.keys.ranks
     first = torch.searchsorted(own, intervals.first.contiguous())
     stop = torch.searchsorted(own, intervals.stop.contiguous())
-    wanted = _covered(first, stop, len(own), owner.expand_as(first), layout.ranks)
-    if needs is not None:
-        for other in range(layout.ranks):
+    wanted = _covered(first, stop, len(own), owner.expand_as(first), ranks)
+    if pairs is not None:
+        for other in range(ranks):
             if other != rank and wanted[other].any():
                 candidates = wanted[other].nonzero()[:, 0]
-                wanted[other, candidates] = needs.any_allowed(layout.items(other), own[candidates])
+                wanted[other, candidates] = pairs.any_allowed(layouts.queries.items(other), own[candidates])
     return wanted
 
 
@@ -149,9 +176,7 @@ def _covered(
     return change.cumsum(1)[:, :length] > 0
 
 
-def make_blocks(
-    intervals: Intervals, queries: Int[Tensor, " queries"], keys: Int[Tensor, " keys"]
-) -> list[Block]:
+def make_blocks(intervals: Intervals, queries: Int[Tensor, " queries"], keys: Int[Tensor, " keys"]) -> list[Block]:
     """Cut own queries x some keys, both ascending, into blocks of consecutive items; blocks without a pair are left out."""
     query_places, key_places = find_runs(queries), find_runs(keys)
     if len(key_places) > MAX_RUNS:

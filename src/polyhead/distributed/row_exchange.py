@@ -43,7 +43,7 @@ class PendingRows:
 
 def start_send(x: Float[Tensor, "rows features"], plan: RowPlan, group: dist.ProcessGroup | None = None) -> PendingRows:
     """Start sending rows of `x`. The result is (received, features), grouped by sending rank, in the order of its `send`."""
-    return start_all_to_all(x.index_select(0, plan.send), plan.receive_counts, plan.send_counts, group)
+    return start_all_to_all(x.index_select(0, plan.send.to(x.device)), plan.receive_counts, plan.send_counts, group)
 
 
 def start_return(
@@ -59,7 +59,7 @@ def add_returned(
     gradient: Float[Tensor, "rows features"], returned: Float[Tensor, "sent features"], plan: RowPlan
 ) -> None:
     """Add gradients that came back to those of the rows that were sent, in place."""
-    gradient.index_add_(0, plan.send, returned.to(gradient.dtype))
+    gradient.index_add_(0, plan.send.to(gradient.device), returned.to(gradient.dtype))
 
 
 def start_all_to_all(

@@ -151,14 +151,16 @@ class Bert(CheckpointModel):
             ValueError: for ids outside the vocabulary, and texts longer than the model's positions.
         """
         check_embedding_ids("ids", ids, self.config.vocab)
-        check_sequence_length(ids, self.config.positions)
+        check_sequence_length(ids, self.config.positions, over=over)
         if token_types is not None:
             check_embedding_ids("token_types", token_types, self.config.token_types, "the token types")
             if token_types.shape != ids.shape:
                 raise ValueError(
                     f"token_types must have the shape of ids, {tuple(ids.shape)}, got {tuple(token_types.shape)}"
                 )
-        x = self.embeddings(ids, token_types)
+        own = over.item_indices if isinstance(over, Neighbourhood) else None
+        # a process that has some tokens of a sequence takes their positions in it
+        x = self.embeddings(ids, token_types, slice(ids.shape[-1]) if own is None else own[0])
         for layer in self.layers:
             x = layer(x, over=over)
         return x
@@ -234,9 +236,9 @@ class Embeddings(nn.Module):
         self.norm = nn.LayerNorm(config.d_model, config.eps)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, ids: Tensor, token_types: Tensor | None) -> Tensor:
+    def forward(self, ids: Tensor, token_types: Tensor | None, positions: slice | Tensor) -> Tensor:
         types = self.token_types.weight[0] if token_types is None else self.token_types(token_types)
-        x = self.token_embedding(ids) + types + self.positions.weight[: ids.shape[-1]]
+        x = self.token_embedding(ids) + types + self.positions.weight[positions]
         return self.dropout(self.norm(x))
 
 

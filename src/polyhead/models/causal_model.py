@@ -75,7 +75,7 @@ class CausalModel(CheckpointModel):
                 f"caches must have one cache per layer, {len(self.layers)}, got {len(caches)}; model.caches(batch, length) makes them"
             )
         first = 0 if caches is None else caches[0].length
-        check_sequence_length(ids, self.config.positions, first)
+        check_sequence_length(ids, self.config.positions, first, over)
         return self._run_layers(ids, over, caches)
 
     def _run_layers(
@@ -95,6 +95,8 @@ class CausalModel(CheckpointModel):
         self, over: Neighbourhood | Tensor | None, tokens: int, keys: int
     ) -> Neighbourhood | None:
         """Causal attention within the window, intersected with `over`; None if a single token attends to all keys."""
+        if isinstance(over, Neighbourhood):
+            tokens, keys = over.whole_sizes(tokens, keys)
         beyond_window = self.window is not None and keys > self.window
         if over is None and tokens == 1 and not beyond_window:
             return None
@@ -170,6 +172,11 @@ class CausalModel(CheckpointModel):
 
 def _token_positions(over: Neighbourhood | Tensor | None, first: int, tokens: int) -> slice | Int[Tensor, "... tokens"]:
     """The positions of tokens that follow `first` cached ones: real tokens count from 0 in each text, wherever it is padded."""
+    if isinstance(over, Neighbourhood) and over.item_indices is not None:
+        # this process has some tokens of a sequence: it takes theirs of the positions of all
+        length, own = over.whole_sizes(tokens, tokens)[0], over.item_indices[0]
+        positions = _token_positions(over.whole, 0, length)
+        return own if isinstance(positions, slice) else positions[..., own.to(positions.device)]
     parts = over.parts if isinstance(over, Both) else (over,)
     padding = next((part for part in parts if isinstance(part, Padding)), None)
     # texts given by their lengths start at 0

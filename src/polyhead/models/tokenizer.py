@@ -16,6 +16,7 @@ from torch import Tensor
 from polyhead._checks import WrongType, check_integer, check_integers, describe_type
 from polyhead.models import checkpoint_files
 from polyhead.models.tokenizer_file import BoundedTokenizer
+from polyhead.neighbourhood import Neighbourhood
 
 # byte-level BPE: printable bytes are the characters of Latin-1, the others those from U+0100
 _PRINTABLE_BYTES = (*range(33, 127), *range(161, 173), *range(174, 256))
@@ -220,8 +221,15 @@ class Tokenizer:
         return Tokens(ids, tuple(encoding.tokens), word_of, words, closing, self.unknown_id)
 
 
-def check_sequence_length(ids: Tensor, positions: int, first: int = 0) -> None:
-    """Raise if ids, after `first` cached ones, exceed the positions of a model."""
+def check_sequence_length(
+    ids: Tensor, positions: int, first: int = 0, over: Neighbourhood | Tensor | None = None
+) -> None:
+    """Raise if ids, after `first` cached ones, exceed the positions of a model; `over` knows the ids on other ranks."""
+    if isinstance(over, Neighbourhood) and ids.dim() > 0 and over.item_indices is not None:
+        length = over.whole_sizes(ids.shape[-1], ids.shape[-1])[0]
+        if length > positions:
+            raise ValueError(f"over must have at most the {positions} positions of the model, got {over!r}")
+        return
     if ids.dim() < 1 or first + ids.shape[-1] > positions:
         before = f" after the {first} in the caches" if first else ""
         raise ValueError(

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NoReturn
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from polyhead._checks import MAX_HEADS, check_dense_tensor, check_integer, check_numel
@@ -19,10 +19,10 @@ from polyhead._foreign_arguments import (
 from polyhead._torch import is_fx_proxy, record_fx_call, refuse_scripting
 from polyhead.attend import Explanation, explain_call, run_call
 from polyhead.heads import Heads, Origin
-from polyhead.kernels.call import Call
+from polyhead.kernels.call import Call, GlobalIndices
 from polyhead.linalg.skinny_gemm import apply_linear
 from polyhead.manifold import Manifold, Stiefel
-from polyhead.neighbourhood import Dense, Lattice, Neighbourhood, Sizes, as_neighbourhood
+from polyhead.neighbourhood import Dense, Neighbourhood, Sizes, as_neighbourhood
 from polyhead.nn import surgery, weight_manifolds
 from polyhead.nn.attention_checks import SCORES_BY_NAME, check_constructor_options, check_shared_projections
 from polyhead.nn.cache import KeyValueCache, KeyValues, allocate_cache
@@ -37,7 +37,7 @@ from polyhead.nn.projection import (
 from polyhead.nn.skip_padded_rows import Unpadding, find_unpadding
 from polyhead.nn.sparse_linear import project_dense_or_sparse
 from polyhead.position import Position
-from polyhead.prepare import AttentionOptions, find_lattice, lattice_coordinates, make_call
+from polyhead.prepare import AttentionOptions, find_lattice, item_coordinates, make_call
 from polyhead.score import Score
 
 Combine = Literal["project", "concat", "mean"]
@@ -78,6 +78,10 @@ class MultiHeadAttention(nn.Module):
 
     It is part of `state_dict`. Loading gives a layer without a gate a fixed one: assign a parameter first to train it.
     """
+    global_heads: GlobalIndices | None = None
+    """Which heads of the whole attention it has, if other processes have the rest; None for all of them."""
+    global_value_heads: tuple[list[int], int] | None = None
+    """Which heads of the values it has, and how many there are in the whole attention; None for all of them."""
 
     @translate_foreign_arguments(ATTENTION_LAYER)
     def __init__(
@@ -215,11 +219,7 @@ class MultiHeadAttention(nn.Module):
         out, lse = run_call(call)
         if gate is not None:
             out = out * gate[:, None, None].to(out.dtype)
-        if self.combine == "mean":
-            output = out.mean(-3)
-        else:
-            # (..., queries, heads · value_dim)
-            output = out.transpose(-3, -2).flatten(-2)
+        output = self._merge_heads(out)
         if o_proj is not None:
             output = (
                 apply_linear(o_proj, output) if unpadding is None else unpadding.pad(o_proj(unpadding.unpad(output)))
@@ -262,9 +262,14 @@ class MultiHeadAttention(nn.Module):
         return self._project_into_call(query, key, value, self._attend_options(over, bias), None)[0]
 
     def _attend_options(self, over: Neighbourhood | Tensor | None, bias: Tensor | None) -> AttentionOptions:
+        dropout = self.dropout if self.training else 0.0
         return AttentionOptions(
-            over, self.score, self.position, bias, self.sink, self.dropout if self.training else 0.0
+            over, self.score, self.position, bias, self.sink, dropout, global_indices=self.global_heads
         )
+
+    def _merge_heads(self, out: Float[Tensor, "... heads queries value_dim"]) -> Float[Tensor, "... queries features"]:
+        """The heads of each query side by side, or their mean."""
+        return out.mean(-3) if self.combine == "mean" else out.transpose(-3, -2).flatten(-2)
 
     def _project_into_call(
         self, query: Tensor, key: Tensor | KeyValues | None, value: Tensor | None, options: AttentionOptions,
@@ -284,8 +289,10 @@ class MultiHeadAttention(nn.Module):
             over = over.bind_self_attention(key is query)
             over.check(Sizes(tuple(query.shape[:-2]), self.num_heads, query.shape[-2], keys))
             over.check_device(query.device)
+        if over.item_indices is not None and (cache is not None or isinstance(key, KeyValues)):
+            raise ValueError(f"cache and KeyValues must be left out for items on several ranks, got over={over!r}")
         if self.position is not None:
-            lattice = find_lattice(self.position, over, query.shape[-2], keys)
+            lattice = find_lattice(self.position, over, *over.whole_sizes(query.shape[-2], keys))
         if isinstance(key, KeyValues):
             q, (k, v) = project_queries(self, query, key), key
         else:
@@ -293,11 +300,12 @@ class MultiHeadAttention(nn.Module):
             if key is query and value is query and cache is None and not (self.input_dropout and self.training):
                 unpadding = find_unpadding(over, query)
             q, k, v = project_qkv(self, query, key, value, unpadding)
-            k, v = self._normalise_and_rotate_keys(k, v, 0 if cache is None else cache.length, lattice)
+            points = None if self.position is None else item_coordinates(over, lattice, k.device)[1]
+            k, v = self._normalise_and_rotate_keys(k, v, 0 if cache is None else cache.length, points)
         if self.q_norm is not None:
             q = self.q_norm(q)
         if self.position is not None:
-            points, _ = lattice_coordinates(lattice, q.device)
+            points, _ = item_coordinates(over, lattice, q.device)
             q = self.position.rotate(q, keys - q.shape[-2], points)
         options = options._replace(over=over)
         if cache is None:
@@ -306,13 +314,12 @@ class MultiHeadAttention(nn.Module):
             return make_call(q, cache.k, cache.v, options, lattice), unpadding
 
     def _normalise_and_rotate_keys(
-        self, k: Tensor, v: Tensor, start: int, lattice: Lattice | None
+        self, k: Tensor, v: Tensor, start: int, points: Int[Tensor, "keys axes"] | None
     ) -> tuple[Tensor, Tensor]:
-        """Normalise and rotate keys, of which the first has position `start`, or each its point of the lattice."""
+        """Normalise and rotate keys, of which the first has position `start`, or each its own coordinates."""
         if self.k_norm is not None:
             k = self.k_norm(k)
         if self.position is not None:
-            _, points = lattice_coordinates(lattice, k.device)
             k = self.position.rotate(k, start, points)
         # under autocast, where no W_V has converted the values
         return k, v if v.dtype == k.dtype else v.to(k.dtype)

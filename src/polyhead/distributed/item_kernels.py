@@ -1,0 +1,55 @@
+"""The kernels for attention over items on several ranks: `exchange` and `ring`."""
+
+from __future__ import annotations
+
+from polyhead.distributed.exchange_transport import ExchangeTransport
+from polyhead.distributed.item_attention import attend_items
+from polyhead.distributed.item_plan import ItemPlan
+from polyhead.distributed.item_shard import ItemShard
+from polyhead.distributed.item_transport import TransportPlan
+from polyhead.distributed.key_value_rows import KeyValueRows
+from polyhead.distributed.ring_transport import RingTransport
+from polyhead.kernels import Call, OutputAndLse, register_kernels
+from polyhead.kernels.call import flatten_batch
+
+
+class _ItemKernel:
+    name: str
+
+    def refuses(self, call: Call) -> str | None:
+        plan = _plan(call)
+        return None if plan.name == self.name else plan.reason
+
+    def __call__(self, call: Call) -> OutputAndLse:
+        assert isinstance(call.over, ItemShard)
+        plan, group = _plan(call).plan, call.over.group
+        transport = ExchangeTransport(plan, group) if isinstance(plan, ItemPlan) else RingTransport(plan, group)
+        return attend_items(call, transport, call.over.layouts, group)
+
+    def describe_messages(self, call: Call) -> str:
+        """What this rank sends in the forward pass of a call, and why so."""
+        plan = _plan(call)
+        k = flatten_batch(call.k)
+        rows = KeyValueRows(k, k if call.v is call.k else flatten_batch(call.v))
+        size = plan.sent_rows * rows.features * call.k.element_size()
+        return f"{plan.sent_rows} keys, {size:,} bytes, in {plan.messages} messages: {plan.reason}"
+
+
+class Exchange(_ItemKernel):
+    """Keys and values sent by one uneven all-to-all."""
+
+    name = "exchange"
+
+
+class Ring(_ItemKernel):
+    """Keys and values passed around a ring of ranks."""
+
+    name = "ring"
+
+
+def _plan(call: Call) -> TransportPlan:
+    assert isinstance(call.over, ItemShard)
+    return call.over.plan(call)
+
+
+register_kernels(ItemShard, (Exchange(), Ring()))
