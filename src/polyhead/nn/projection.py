@@ -11,10 +11,11 @@ from torch import Tensor, nn
 
 from polyhead._checks import check_dense_tensor
 from polyhead._foreign_arguments import hint_for_input
+from polyhead.kernels.call import GlobalIndices
 from polyhead.linalg.skinny_gemm import apply_linear
 from polyhead.nn.cache import KeyValues
 from polyhead.nn.checks import check_dtype_and_device
-from polyhead.nn.dropout import dropout_16bit
+from polyhead.nn.dropout import dropout_16bit, dropout_of_heads
 from polyhead.nn.skip_padded_rows import Unpadding
 from polyhead.nn.sparse_linear import drop_inputs_per_head, project_dense_or_sparse
 
@@ -148,17 +149,26 @@ def _project_keys_values_unchecked(
 ) -> tuple[Float[Tensor, "... heads keys dim"], Float[Tensor, "... heads keys value_dim"]]:
     k = _split_heads(project(layer.k_proj, key), layer.kv_heads)
     v = k if layer.v_proj is None else _split_heads(project(layer.v_proj, value), layer.value_heads)
-    return k, dropout_16bit(v, layer.value_dropout) if layer.value_dropout and layer.training else v
+    return k, _drop_values(layer, v) if layer.value_dropout and layer.training else v
+
+
+def _drop_values(layer: MultiHeadAttention, v: Float[Tensor, "... heads keys value_dim"]) -> Tensor:
+    """Dropout of the values; if this process has some of the heads, of the same numbers as with all of them."""
+    if layer.global_value_heads is None:
+        return dropout_16bit(v, layer.value_dropout)
+    return dropout_of_heads(v, layer.value_dropout, *layer.global_value_heads)
 
 
 def _drop_inputs_in_training(layer: MultiHeadAttention, *inputs: Tensor) -> list[Any]:
     """The inputs, in training with dropout per head; inputs that are the same tensor share one draw."""
     if not (layer.input_dropout and layer.training):
         return list(inputs)
+    first, total, *_ = layer.global_heads or GlobalIndices(0, layer.num_heads)
+    heads = range(first, first + layer.num_heads)
     dropped: dict[int, list[Any]] = {}
     for x in inputs:
         if id(x) not in dropped:
-            dropped[id(x)] = drop_inputs_per_head(x, layer.num_heads, layer.input_dropout)
+            dropped[id(x)] = drop_inputs_per_head(x, layer.input_dropout, heads, total)
     return [dropped[id(x)] for x in inputs]
 
 

@@ -15,7 +15,7 @@ from polyhead._torch import without_autocast
 from polyhead.linalg.skinny_gemm import apply_linear
 from polyhead.neighbourhood.csr import build_indptr
 from polyhead.neighbourhood.graph import check_sparse_indices
-from polyhead.nn.dropout import dropout_16bit
+from polyhead.nn.dropout import draw_dropout_factors
 
 
 def project_dense_or_sparse(
@@ -36,13 +36,18 @@ def project_dense_or_sparse(
     return _linear_dense_or_sparse(_sparse_to_cached_csr(x), linear.weight, linear.bias)
 
 
-def drop_inputs_per_head(x: Float[Tensor, "... items features"], heads: int, p: float) -> list[Any]:
-    """One copy of the input per head, each with its own dropout."""
-    if x.layout == torch.strided:
-        return [dropout_16bit(x, p) for _ in range(heads)]
-    # zeros stay zero: dropout of the entries suffices
-    entries = _sparse_to_cached_csr(x)
-    return [entries._replace(values=dropout_16bit(entries.values, p)) for _ in range(heads)]
+def drop_inputs_per_head(
+    x: Float[Tensor, "... items features"], p: float, heads: range, total: int | None = None
+) -> list[Any]:
+    """One copy of the input for each of these heads, each with its own dropout, drawn in the order of all `total` heads."""
+    # zeros of a sparse input stay zero: dropout of the entries suffices
+    entries = None if x.layout == torch.strided else _sparse_to_cached_csr(x)
+    values, dropped = x if entries is None else entries.values, []
+    for head in range(heads.stop if total is None else total):
+        factors = draw_dropout_factors(values.shape, p, values)
+        if head in heads:
+            dropped.append(values * factors)
+    return dropped if entries is None else [entries._replace(values=one) for one in dropped]
 
 
 class _SparsityPattern(NamedTuple):
