@@ -217,7 +217,7 @@ class ItemShard(Neighbourhood):
     def _refuse(self) -> NoReturn:
         raise ValueError(
             f"this attention needs keys of {self.layouts.keys.ranks} ranks, and rank {self.rank} has its own alone; "
-            "polyhead.distributed.gather(heads) collects the heads of all ranks, own_rows(heads) what the own queries see"
+            "polyhead.distributed.gather(heads) collects the heads of all ranks, received and mean_mass sum over them"
         )
 
     def __getstate__(self) -> dict[str, Any]:
