@@ -1,0 +1,239 @@
+"""Items over ranks: what is sent, in which order, and what happens to bad input."""
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from rank_pool import run_on_threads
+from torch.distributed.device_mesh import init_device_mesh
+
+from polyhead import Causal, Grid, Mask, MultiHeadAttention, Segments, Window, attend, explain
+from polyhead.distributed import exchange_transport, item_attention, shard_items
+from polyhead.distributed.item_layout import ItemLayout
+from polyhead.neighbourhood import Sizes
+
+LENGTH, HEADS, DIM = 64, 3, 8
+
+
+def counted_bytes(monkey):
+    """The bytes of each message that this rank sends from now on."""
+    sent = []
+    all_to_all, batch = dist.all_to_all_single, dist.batch_isend_irecv
+
+    def counting_all_to_all(output, x, output_splits, input_splits, **options):
+        rank = dist.get_rank(options.get("group"))
+        for other, rows in enumerate(input_splits):
+            if other != rank and rows:
+                sent.append(rows * x[0].numel() * x.element_size())
+        return all_to_all(output, x, output_splits, input_splits, **options)
+
+    def counting_batch(operations):
+        sent.extend(op.tensor.numel() * op.tensor.element_size() for op in operations if op.op is dist.isend)
+        return batch(operations)
+
+    monkey.setattr(dist, "all_to_all_single", counting_all_to_all)
+    monkey.setattr(dist, "batch_isend_irecv", counting_batch)
+    return sent
+
+
+OVERS = {
+    "causal": Causal(),
+    "window": Causal() & Window(5),
+    "documents": Segments(torch.arange(LENGTH) // 10),
+    "grid": Grid(8, 8, window=3),
+    "mask": Mask(torch.rand(LENGTH, LENGTH, generator=torch.Generator().manual_seed(1)) < 0.05),
+}
+
+
+def keys_needed_from_others(over, order, world):
+    """Per rank, by the definition: the foreign keys that some own query may see."""
+    keep = over.mask(Sizes((), 1, LENGTH, LENGTH), torch.device("cpu")).expand(1, LENGTH, LENGTH)[0]
+    layout = ItemLayout(LENGTH, world, order)
+    needed = []
+    for rank in range(world):
+        seen = keep[layout.items(rank)].any(0)
+        seen[layout.items(rank)] = False
+        needed.append(int(seen.sum()))
+    return needed
+
+
+def run_counted(name, order, transport):
+    with pytest.MonkeyPatch.context() as monkey:
+        shard = shard_items(OVERS[name], LENGTH, order=order, transport=transport)
+        x = torch.randn(2, HEADS, LENGTH, DIM)
+        own = shard.take(x).requires_grad_()
+        attend(own, own.clone(), own.clone(), over=shard)
+        sent = counted_bytes(monkey)
+        out = attend(own, own.clone(), own.clone(), over=shard)
+        forward = list(sent)
+        sent.clear()
+        out.sum().backward()
+        text = str(explain(own, own.clone(), own.clone(), over=shard))
+    return forward, list(sent), text
+
+
+@pytest.mark.parametrize("order", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("name", OVERS)
+def test_exchange_sends_only_what_is_seen(name, order, four_ranks):
+    results = four_ranks.run(run_counted, name, order, "exchange")
+    row = 2 * 2 * HEADS * DIM * 4
+    needed = sum(keys_needed_from_others(OVERS[name], order, 4))
+    assert sum(sum(forward) for forward, _, _ in results) == needed * row
+    # gradients travel back in fp32, as many as keys and values came
+    assert sum(sum(backward) for _, backward, _ in results) == needed * row
+    for forward, _, text in results:
+        assert text.startswith("exchange: ")
+        assert f" {sum(forward):,} bytes, in {len(forward)} messages" in text
+
+
+@pytest.mark.parametrize("order", ["contiguous", "zigzag"])
+def test_causal_ring_sends_no_more_than_is_seen(order, four_ranks):
+    results = four_ranks.run(run_counted, "causal", order, "ring")
+    needed = sum(keys_needed_from_others(Causal(), order, 4))
+    assert sum(sum(forward) for forward, _, _ in results) == needed * 2 * 2 * HEADS * DIM * 4
+    assert all(len(forward) <= 3 for forward, _, _ in results)
+
+
+def held_keys_of_ring():
+    shard = shard_items(Causal(), LENGTH)
+    x = torch.randn(1, HEADS, len(shard.item_indices[0]), DIM)
+    made = explain(x, x, x, over=shard)
+    plan = next(iter(shard._plans.values()))
+    return made.kernel, max(len(hop.key_index) for hop in plan.plan.hops), str(made)
+
+
+def test_ring_is_chosen_where_much_is_needed_and_holds_one_block_besides_its_own(four_ranks):
+    for kernel, held, text in four_ranks.run(held_keys_of_ring):
+        assert kernel == "ring" and held <= math.ceil(LENGTH / 4)
+        assert "not exchange: a rank would hold 48 keys of others at once" in text
+
+
+def record_events(order):
+    """The order in which an attention starts, computes and awaits."""
+    events = []
+    with pytest.MonkeyPatch.context() as monkey:
+        start, returning, attend_block = (
+            exchange_transport.start_send,
+            exchange_transport.start_return,
+            item_attention.ItemProblem.attend,
+        )
+        gradients = item_attention.block_gradients
+
+        def note(name, function):
+            def wrapped(*args, **options):
+                events.append(name)
+                result = function(*args, **options)
+                if name in ("send", "return"):
+                    wait = result.wait
+                    monkey.setattr(result, "wait", lambda: (events.append(f"await {name}"), wait())[1], raising=False)
+                return result
+
+            return wrapped
+
+        monkey.setattr(exchange_transport, "start_send", note("send", start))
+        monkey.setattr(exchange_transport, "start_return", note("return", returning))
+        monkey.setattr(item_attention.ItemProblem, "attend", note("attend", attend_block))
+        monkey.setattr(item_attention, "block_gradients", note("gradients", gradients))
+        shard = shard_items(Causal() & Window(9), LENGTH, order=order)
+        q = shard.take(torch.randn(1, HEADS, LENGTH, DIM)).requires_grad_()
+        attend(q, q.clone(), q.clone(), over=shard).sum().backward()
+    return events
+
+
+def test_exchange_starts_before_and_is_awaited_after_own_work(two_ranks):
+    for events in two_ranks.run(record_events, "zigzag"):
+        send, await_send = events.index("send"), events.index("await send")
+        assert "attend" in events[send:await_send] and "attend" not in events[:send]
+        back, await_back = events.index("return"), events.index("await return")
+        assert "gradients" in events[back:await_back] and back > await_send
+
+
+def compare_cross():
+    torch.manual_seed(0)
+    layer = MultiHeadAttention(24, 3).double()
+    x, y = torch.randn(2, 19, 24, dtype=torch.float64), torch.randn(2, 31, 24, dtype=torch.float64)
+    over = Mask(torch.rand(19, 31) < 0.4)
+    shard = shard_items(over, (19, 31))
+    out, _ = layer(shard.take(x), shard.take_keys(y), over=shard)
+    return float((shard.gather(out.detach()) - layer(x, y, over=over)[0]).abs().max())
+
+
+def test_keys_of_other_items(four_ranks):
+    assert max(four_ranks.run(compare_cross)) < 1e-12
+
+
+def compare_on_eight_ranks(order):
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = torch.randn(3, 1, 2, 50, 4, dtype=torch.float64, generator=generator)
+    over = Causal() & Window(11)
+    shard = shard_items(over, 50, order=order, transport="exchange")
+    out = attend(*(shard.take(x) for x in (q, k, v)), over=shard)
+    return float((out - shard.take(attend(q, k, v, over=over))).abs().max())
+
+
+@pytest.mark.parametrize("order", ["contiguous", "zigzag"])
+def test_eight_ranks_by_threads(order):
+    assert max(run_on_threads(compare_on_eight_ranks, 8, order)) < 1e-12
+
+
+def sum_many_gradients_in_bf16():
+    # every query of four ranks adds 1 to the gradient of the value of key 0: 512 in total, which bf16 cannot count in ones
+    length = 512
+    shard = shard_items(Mask((torch.arange(length) == 0).expand(length, length)), length)
+    x = torch.zeros(1, 1, len(shard.item_indices[0]), 8, dtype=torch.bfloat16)
+    v = x.clone().requires_grad_()
+    attend(x, x, v, over=shard).sum().backward()
+    return 0 if dist.get_rank() else float(v.grad[0, 0, 0, 0])
+
+
+def test_gradients_are_summed_in_fp32(four_ranks):
+    assert four_ranks.run(sum_many_gradients_in_bf16)[0] == 512
+
+
+def expect_error(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def pass_bad_arguments():
+    x = torch.zeros(1, 2, 5, 4)
+    expect_error(lambda: shard_items(Causal(), 10, order="spiral"), "order must be one of 'contiguous', 'zigzag'")
+    expect_error(lambda: shard_items(Causal(), 10, transport="mail"), "transport must be None or one of")
+    expect_error(lambda: shard_items(Causal(), -1), "length must be")
+    expect_error(lambda: shard_items(shard_items(None, 4), 4), "sharded already")
+    expect_error(lambda: shard_items(None, 4, "cpu"), "mesh must be a DeviceMesh")
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("a", "b"))
+    expect_error(lambda: shard_items(None, 4, mesh), "mesh must have one dimension")
+    expect_error(lambda: attend(x, x, x, over=shard_items(Causal(), 12)), "query must have the 6 items of rank")
+    expect_error(lambda: shard_items(None, 12).take(torch.zeros(5, 3)), "x must have 12 items along dim -2")
+    return True
+
+
+def test_bad_arguments(two_ranks):
+    two_ranks.run(pass_bad_arguments)
+
+
+def pass_different_neighbourhoods():
+    window = 3 + dist.get_rank()
+    x = torch.zeros(1, 2, 6, 4)
+    with pytest.raises(ValueError) as error:
+        attend(x, x, x, over=shard_items(Window(window), 12))
+    return str(error.value)
+
+
+def test_neighbourhoods_that_differ_are_found_on_every_rank(two_ranks):
+    for message in two_ranks.run(pass_different_neighbourhoods):
+        assert "over must be the same on every rank" in message and "rank 0" in message and "rank 1" in message
+
+
+def pass_different_dtypes():
+    x = torch.zeros(1, 2, 6, 4, dtype=torch.float64 if dist.get_rank() else torch.float32)
+    with pytest.raises(ValueError) as error:
+        attend(x, x, x, over=shard_items(Window(2), 12))
+    return str(error.value)
+
+
+def test_dtypes_that_differ_are_found_on_every_rank(two_ranks):
+    for message in two_ranks.run(pass_different_dtypes):
+        assert "torch.float64" in message and "torch.float32" in message
