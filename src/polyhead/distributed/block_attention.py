@@ -1,4 +1,4 @@
-"""Attention of own queries to blocks of keys, one after the other, merged by the log-sum-exp; forward and backward.
+"""Attention of own queries to one block of keys, forward and backward.
 
 The backward pass of a block uses the output and the log-sum-exp of the whole rows: exp(score - lse) are the final weights. So
 no block needs the gradient of its own log-sum-exp, and nothing of a block is kept between the passes.
@@ -111,32 +111,6 @@ class ItemProblem(NamedTuple):
 def is_dot_product(call: Call) -> bool:
     """Whether blocks are computed tile by tile, instead of by the definition."""
     return type(call.score) is Dot and call.q.numel() > 0 and call.k.numel() > 0 and call.v.numel() > 0
-
-
-class RowMerge:
-    """Merges the outputs of blocks of keys: each block's share of a row is exp(its lse - lse of the row)."""
-
-    def __init__(self, call: Call) -> None:
-        self._dtype = torch.promote_types(call.v.dtype, torch.float32)
-        batch, heads, queries, _ = call.q.shape
-        # heads inside items, as kernels lay out their outputs
-        self.out = call.q.new_zeros(batch, queries, heads, call.v.shape[-1], dtype=self._dtype).transpose(1, 2)
-        self.lse = call.q.new_full((batch, heads, queries), -torch.inf, dtype=self._dtype)
-        self._written = [False] * queries
-
-    def add(self, queries: slice, out: Tensor, lse: Tensor) -> None:
-        """Add the output of a block for some of the queries."""
-        own_out, own_lse = self.out[..., queries, :], self.lse[..., queries]
-        if not any(self._written[queries]):
-            own_out.copy_(out)
-            own_lse.copy_(lse)
-        else:
-            merged = torch.logaddexp(own_lse, lse)
-            # NaN where both are -inf: a row without a key has no share
-            before, new = ((x - merged).exp().nan_to_num_(0.0)[..., None] for x in (own_lse, lse))
-            own_out.mul_(before).addcmul_(out.to(self._dtype), new)
-            own_lse.copy_(merged)
-        self._written[queries] = [True] * (queries.stop - queries.start)
 
 
 class Rows(NamedTuple):

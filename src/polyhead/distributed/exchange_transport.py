@@ -5,11 +5,12 @@ from __future__ import annotations
 import torch.distributed as dist
 from torch import Tensor
 
-from polyhead.distributed.block_attention import ItemProblem, RowMerge
-from polyhead.distributed.item_attention import Accumulator
+from polyhead.distributed.block_attention import ItemProblem
+from polyhead.distributed.item_attention import GradientSum
 from polyhead.distributed.item_plan import ItemPlan
 from polyhead.distributed.key_value_rows import KeyValueRows
 from polyhead.distributed.row_exchange import add_returned, start_return, start_send
+from polyhead.distributed.row_sums import RowMerge
 
 
 class ExchangeTransport:
@@ -21,7 +22,7 @@ class ExchangeTransport:
     def forward(self, problem: ItemProblem, merge: RowMerge) -> tuple[Tensor, ...]:
         k, v = problem.call.k, problem.call.v
         rows = KeyValueRows(k, v)
-        pending = start_send(rows.pack(k, v), self.plan.rows, self.group)
+        pending = start_send(rows.pack(k, v, self.plan.rows.send), self.plan.rows, self.group)
         for block in self.plan.own_blocks:
             merge.add(block.queries, *problem.attend(block, k, v))
         received = self._in_order(pending.wait())
@@ -31,18 +32,19 @@ class ExchangeTransport:
         return (received,)
 
     def backward(
-        self, problem: ItemProblem, accumulator: Accumulator, saved: tuple[Tensor, ...]
+        self, problem: ItemProblem, gradients: GradientSum, saved: tuple[Tensor, ...]
     ) -> tuple[Tensor, Tensor | None]:
         k, v = problem.call.k, problem.call.v
         rows, (received,) = KeyValueRows(k, v), saved
-        d_received, d_own = (rows.zeros(len(x), received) for x in (received, k[0, 0]))
+        d_received, d_own = rows.empty_sum(len(received), k), rows.empty_sum(k.shape[-2], k)
         for block in self.plan.received_blocks:
-            accumulator.add(block, *rows.unpack(received), *rows.unpack(d_received))
-        pending = start_return(self._by_sender(d_received), self.plan.rows, self.group)
+            gradients.add(block, *rows.unpack(received), d_received)
+        pending = start_return(self._by_sender(d_received.total()), self.plan.rows, self.group)
         for block in self.plan.own_blocks:
-            accumulator.add(block, k, v, *rows.unpack(d_own))
-        add_returned(d_own, pending.wait(), self.plan.rows)
-        dk, dv = rows.unpack(d_own)
+            gradients.add(block, k, v, d_own)
+        total = d_own.total()
+        add_returned(total, pending.wait(), self.plan.rows)
+        dk, dv = rows.unpack(total)
         return dk, None if rows.values_are_keys else dv
 
     def _in_order(self, rows: Tensor) -> Tensor:

@@ -8,38 +8,32 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from polyhead.distributed.block_attention import ItemProblem, RowMerge, Rows, Terms, block_gradients
+from polyhead.distributed.block_attention import ItemProblem, Rows, Terms, block_gradients
 from polyhead.distributed.item_plan import Block, Layouts
+from polyhead.distributed.key_value_rows import KeyValueSum
+from polyhead.distributed.row_sums import RowMerge, RowSum, empty_rows
 from polyhead.kernels import Call, OutputAndLse
 from polyhead.kernels.call import flatten_batch, flatten_batch_unless_shared
 
 
-class Accumulator:
+class GradientSum:
     """The gradients of own queries and of the terms, summed over blocks in at least fp32."""
 
     def __init__(self, problem: ItemProblem, terms: Terms, rows: Rows) -> None:
         self.problem, self.terms, self.rows = problem, terms, rows
-        self.dq = zeros_item_major(problem.call.q)
+        self.dq = RowSum(empty_rows(problem.call.q))
         self._learned = terms.tensors()
         self.d_terms: list[Tensor | None] = [None] * len(self._learned)
 
-    def add(self, block: Block, k: Tensor, v: Tensor, dk: Tensor, dv: Tensor) -> None:
-        """Add the gradients of a block; `dk` and `dv` are shaped like k and v."""
-        (dq, block_dk, block_dv), d_terms = block_gradients(self.problem, block, k, v, self.terms, self.rows)
-        self.dq[..., block.queries, :] += dq
-        dk[..., block.keys, :] += block_dk
-        dv[..., block.keys, :] += block_dv
+    def add(self, block: Block, k: Tensor, v: Tensor, into: KeyValueSum) -> None:
+        """Add the gradients of a block: those of its keys and values to `into`, whose rows are those of k and v."""
+        (dq, dk, dv), d_terms = block_gradients(self.problem, block, k, v, self.terms, self.rows)
+        self.dq.add(block.queries, dq)
+        into.add(block.keys, dk, dv)
         for i, found in enumerate(d_terms):
             if found is not None:
                 before = self.d_terms[i]
                 self.d_terms[i] = found if before is None else before + found
-
-
-def zeros_item_major(x: Tensor) -> Tensor:
-    """Zeros shaped like (batch, heads, items, dim), in at least fp32 and with heads inside items."""
-    batch, heads, items, dim = x.shape
-    dtype = torch.promote_types(x.dtype, torch.float32)
-    return x.new_zeros(batch, items, heads, dim, dtype=dtype).transpose(1, 2)
 
 
 class Transport(Protocol):
@@ -49,7 +43,7 @@ class Transport(Protocol):
         """Compute all blocks into `merge`; returns what the backward pass needs besides q, k and v."""
 
     def backward(
-        self, problem: ItemProblem, accumulator: Accumulator, saved: tuple[Tensor, ...]
+        self, problem: ItemProblem, gradients: GradientSum, saved: tuple[Tensor, ...]
     ) -> tuple[Tensor, Tensor | None]:
         """Compute the gradients of all blocks; returns those of the own k and v, as one where the values are the keys."""
 
@@ -77,15 +71,16 @@ class _ItemAttention(torch.autograd.Function):
         q, k, v, table, bias, *learned = tensors
         # tensors are saved by autograd, not by the problem: a reference to an input would keep the graph alive
         problem = problem._replace(call=_with_tensors(problem.call, q, k, v, table, bias))
-        merge = RowMerge(problem.call)
+        merge = RowMerge(q, v)
         saved = transport.forward(problem, merge)
-        out = merge.out.to(v.dtype)
+        out, lse = merge.result()
+        out = out.to(v.dtype)
         ctx.transport, ctx.learned, ctx.num_saved = transport, len(learned), len(saved)
         ctx.problem = problem._replace(call=_with_tensors(problem.call, None, None, None, None, None))
         ctx.v_is_k = v is k
-        ctx.save_for_backward(q, k, v, table, bias, out, merge.lse, *learned, *saved)
+        ctx.save_for_backward(q, k, v, table, bias, out, lse, *learned, *saved)
         ctx.set_materialize_grads(False)
-        return out, merge.lse
+        return out, lse
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -100,12 +95,12 @@ class _ItemAttention(torch.autograd.Function):
         rows = Rows(
             out, lse.masked_fill(lse == -torch.inf, 0.0), torch.zeros_like(out) if d_out is None else d_out, d_lse
         )
-        accumulator = Accumulator(problem, terms, rows)
-        dk, dv = ctx.transport.backward(problem, accumulator, saved)
-        found = iter(accumulator.d_terms)
+        gradients = GradientSum(problem, terms, rows)
+        dk, dv = ctx.transport.backward(problem, gradients, saved)
+        found = iter(gradients.d_terms)
         d_table, d_bias = (next(found) if x is not None and x.requires_grad else None for x in terms[:2])
         d_values = None if dv is None else dv.to(v.dtype)
-        return None, None, accumulator.dq.to(q.dtype), dk.to(k.dtype), d_values, d_table, d_bias, *found
+        return None, None, gradients.dq.total().to(q.dtype), dk.to(k.dtype), d_values, d_table, d_bias, *found
 
 
 def _with_tensors(call: Call, q: Any, k: Any, v: Any, table: Any, bias: Any) -> Call:

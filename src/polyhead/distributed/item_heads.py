@@ -99,7 +99,7 @@ def fetch_own_rows(heads: Heads) -> OwnRows:
     v = k if call.v is call.k else flatten_batch(call.v.detach())
     rows = KeyValueRows(k, v)
     own = rows.pack(k, v)
-    received = start_send(own, plan.rows, shard.group).wait()
+    received = start_send(own[plan.rows.send.to(own.device)], plan.rows, shard.group).wait()
     received = received if plan.order is None else received[plan.order.to(received.device)]
     query_index, own_keys = shard.item_indices
     key_index, order = torch.cat((own_keys, plan.key_index)).sort()

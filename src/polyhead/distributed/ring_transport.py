@@ -6,10 +6,11 @@ import torch.distributed as dist
 from jaxtyping import Float
 from torch import Tensor
 
-from polyhead.distributed.block_attention import ItemProblem, RowMerge
-from polyhead.distributed.item_attention import Accumulator
+from polyhead.distributed.block_attention import ItemProblem
+from polyhead.distributed.item_attention import GradientSum
 from polyhead.distributed.key_value_rows import KeyValueRows
 from polyhead.distributed.ring_plan import RingPlan
+from polyhead.distributed.row_sums import RowMerge
 
 
 class RingTransport:
@@ -34,16 +35,18 @@ class RingTransport:
         return ()
 
     def backward(
-        self, problem: ItemProblem, accumulator: Accumulator, saved: tuple[Tensor, ...]
+        self, problem: ItemProblem, gradients: GradientSum, saved: tuple[Tensor, ...]
     ) -> tuple[Tensor, Tensor | None]:
         rows = KeyValueRows(problem.call.k, problem.call.v)
         held = rows.pack(problem.call.k, problem.call.v)
-        own, pending = rows.zeros(len(held), held), None
+        own, pending = held.new_empty(0), None
         for number, hop in enumerate(self.plan.hops):
             messages = self._start_pass_on(number, held)
-            gradient = own if number == 0 else rows.zeros(len(held), held)
+            into = rows.empty_sum(len(held), held)
             for block in hop.blocks:
-                accumulator.add(block, *rows.unpack(held), *rows.unpack(gradient))
+                gradients.add(block, *rows.unpack(held), into)
+            gradient = into.total()
+            own = gradient if number == 0 else own
             if pending is not None:
                 gradient += pending.wait()
                 own[self.plan.hops[number - 1].own_kept] += pending.returned

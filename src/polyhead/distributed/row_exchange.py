@@ -41,9 +41,9 @@ class PendingRows:
         return self._rows
 
 
-def start_send(x: Float[Tensor, "rows features"], plan: RowPlan, group: dist.ProcessGroup | None = None) -> PendingRows:
-    """Start sending rows of `x`. The result is (received, features), grouped by sending rank, in the order of its `send`."""
-    return start_all_to_all(x.index_select(0, plan.send.to(x.device)), plan.receive_counts, plan.send_counts, group)
+def start_send(x: Float[Tensor, "sent features"], plan: RowPlan, group: dist.ProcessGroup | None = None) -> PendingRows:
+    """Start sending the rows `plan.send`. The result is (received, features), grouped by sending rank, in the order of its `send`."""
+    return start_all_to_all(x, plan.receive_counts, plan.send_counts, group)
 
 
 def start_return(
