@@ -61,6 +61,9 @@ def check_and_make_call(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptio
     if not isinstance(score, Score):
         raise WrongType(f"score must be a Score such as Dot(), got {short_repr(score)}")
     lattice = None
+    if over.has_remote_keys:
+        over.check(Sizes(tuple(q.shape[:-3]), q.shape[-3], q.shape[-2], k.shape[-2]))
+        k, v = over.start_fetch(k, v)()
     if position is not None:
         if not isinstance(position, Position):
             raise WrongType(

@@ -75,9 +75,11 @@ def _edge_scores(call: Call, pairs: Int[Tensor, "2 edges"]) -> Float[Tensor, "..
         parts.append(compute(*pairs[:, cut], features))
     s = torch.cat(parts, -1) if len(parts) > 1 else parts[0]
     if call.relative_bias is not None:
-        # positions are the indices of the nodes
-        step = pairs[0] - pairs[1] - (graph.sources - graph.destinations)
-        s = s + call.relative_bias.to(compute_dtype)[..., step + (graph.sources - 1)]
+        # positions are the indices of the nodes, in the whole graph if this one is a part
+        (query, key), (queries, keys) = call.item_indices, graph.whole_sizes(graph.destinations, graph.sources)
+        source, destination = pairs[0] if key is None else key[pairs[0]], pairs[1] if query is None else query[pairs[1]]
+        step = source - destination - (keys - queries)
+        s = s + call.relative_bias.to(compute_dtype)[..., step + (keys - 1)]
     return s if call.bias is None else s + call.bias.to(compute_dtype)
 
 

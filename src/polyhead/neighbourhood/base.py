@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from polyhead._checks import check_dense_tensor, describe_type
@@ -29,6 +30,8 @@ class Neighbourhood(ABC):
     """Whether the allowed pairs differ between heads."""
     along_keys: bool = False
     """Whether it counts queries along the keys: the last query is at the last key."""
+    has_remote_keys: bool = False
+    """Whether some keys lie elsewhere: `start_fetch` gets their rows."""
     tensors: ClassVar[tuple[str, ...]] = ()
     """The attributes that hold tensors or None: vmap and export pass them along, and a view watches them for changes."""
 
@@ -64,6 +67,10 @@ class Neighbourhood(ABC):
     def item_indices(self) -> tuple[Tensor, Tensor] | None:
         """The indices of queries and keys in the whole attention, if it has further parts elsewhere; None if it is whole."""
         return None
+
+    def start_fetch(self, *rows: Float[Tensor, "... own features"]) -> Callable[[], tuple[Tensor, ...]]:
+        """Start to fetch the rows of remote keys. The result waits for them: it returns the rows of all keys, own ones first."""
+        return lambda: rows
 
     def check(self, sizes: Sizes) -> None:  # noqa: B027 - most neighbourhoods fit any size
         """Raise a `ValueError` where this neighbourhood does not fit the tensors."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Bool, Float, Int, Integer
@@ -35,7 +35,7 @@ class Graph(Neighbourhood):
         weights: numbers `(edges,)` that multiply the attention weights after the softmax.
     """
 
-    tensors = ("csr", "features", "weights", "edge_ids")
+    tensors: ClassVar[tuple[str, ...]] = ("csr", "features", "weights", "edge_ids")
 
     @translate_foreign_arguments(GRAPH)
     def __init__(

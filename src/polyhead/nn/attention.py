@@ -34,6 +34,7 @@ from polyhead.nn.projection import (
     project_qkv,
     project_queries,
 )
+from polyhead.nn.remote_keys import project_with_remote_keys
 from polyhead.nn.skip_padded_rows import Unpadding, find_unpadding
 from polyhead.nn.sparse_linear import project_dense_or_sparse
 from polyhead.position import Position
@@ -295,6 +296,10 @@ class MultiHeadAttention(nn.Module):
             lattice = find_lattice(self.position, over, *over.whole_sizes(query.shape[-2], keys))
         if isinstance(key, KeyValues):
             q, (k, v) = project_queries(self, query, key), key
+        elif over.has_remote_keys:
+            assert value is not None
+            points = None if self.position is None else item_coordinates(over, lattice, key.device)[1]
+            q, k, v = project_with_remote_keys(self, query, key, value, over, points)
         else:
             assert value is not None
             if key is query and value is query and cache is None and not (self.input_dropout and self.training):

@@ -27,9 +27,13 @@ Projector = Callable[[nn.Module, Any], Tensor]
 
 
 def project_qkv(
-    layer: MultiHeadAttention, query: Tensor, key: Tensor, value: Tensor, unpadding: Unpadding | None
-) -> tuple[Float[Tensor, "... heads items dim"], ...]:
-    """q, k and v; the same tensor where they share a projection and an input."""
+    layer: MultiHeadAttention, query: Tensor, key: Tensor, value: Tensor, unpadding: Unpadding | None,
+    keys_are_ready: Callable[[Tensor, Tensor], None] | None = None,
+) -> tuple[Float[Tensor, "... heads items dim"], ...]:  # fmt: skip
+    """q, k and v; the same tensor where they share a projection and an input.
+
+    `keys_are_ready` is called with k and v before q is computed.
+    """
     x: Any
     y: Any
     z: Any
@@ -46,6 +50,8 @@ def project_qkv(
         else:
             x, y, z = query, key, value
         k, v = _project_keys_values_unchecked(layer, y, z, project)
+        if keys_are_ready is not None:
+            keys_are_ready(k, v)
         if layer.q_proj is None and query is key:
             return k, k, v
         q_proj = layer.k_proj if layer.q_proj is None else layer.q_proj
@@ -59,14 +65,7 @@ def project_queries(
     layer: MultiHeadAttention, query: Tensor, key_values: KeyValues
 ) -> Float[Tensor, "... heads queries dim"]:
     """q, for keys and values that are already projected."""
-    try:
-        (x,) = _drop_inputs_in_training(layer, query)
-        q = _split_heads(
-            project_dense_or_sparse(layer.k_proj if layer.q_proj is None else layer.q_proj, x), layer.num_heads
-        )
-    except RuntimeError:
-        check_dtype_and_device(layer, query=query)
-        raise
+    q = project_own_queries(layer, query)
     k, v = key_values
     if not (q.dtype == k.dtype == v.dtype and q.device == k.device == v.device):
         raise ValueError(
@@ -74,6 +73,17 @@ def project_queries(
             f"{k.device}; call project_kv again after .to(), and under the same autocast"
         )
     return q
+
+
+def project_own_queries(layer: MultiHeadAttention, query: Tensor) -> Float[Tensor, "... heads queries dim"]:
+    """q alone."""
+    try:
+        (x,) = _drop_inputs_in_training(layer, query)
+        q_proj = layer.k_proj if layer.q_proj is None else layer.q_proj
+        return _split_heads(project_dense_or_sparse(q_proj, x), layer.num_heads)
+    except RuntimeError:
+        check_dtype_and_device(layer, query=query)
+        raise
 
 
 def project_keys_values(layer: MultiHeadAttention, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
