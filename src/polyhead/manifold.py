@@ -9,7 +9,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import torch
@@ -75,6 +75,10 @@ class Manifold(abc.ABC):
     def check(self, x: ManifoldTensor) -> tuple[bool, str | None]:
         """Whether x is on the manifold, and if not, why."""
 
+    def of_part(self, shape: tuple[int, ...], cuts: Mapping[int, int]) -> Manifold | None:
+        """The manifold of each part of a tensor that is cut along axes, by axis into how many parts; None if a point is cut."""
+        return None if cuts else self
+
 
 @dataclasses.dataclass(frozen=True)
 class Euclidean(Manifold):
@@ -111,6 +115,9 @@ class Euclidean(Manifold):
 
     def check(self, x: ManifoldTensor) -> tuple[bool, str | None]:
         return (True, None) if x.is_meta or x.isfinite().all() else (False, _NOT_FINITE_REASON)
+
+    def of_part(self, shape: tuple[int, ...], cuts: Mapping[int, int]) -> Manifold:
+        return self
 
 
 @dataclasses.dataclass(frozen=True)
@@ -220,6 +227,14 @@ class Stiefel(Manifold):
             f"the {vectors}{which} must be orthonormal, got {gram} off the identity by {error:.2g}, more than rounding ({tolerance:.1g}); "
             f"{self!r}.project(x) is the nearest point"
         )
+
+    def of_part(self, shape: tuple[int, ...], cuts: Mapping[int, int]) -> Manifold | None:
+        rows = len(shape) - 2
+        if self.heads is None or not any(axis >= rows for axis in cuts):
+            return None if any(axis >= rows for axis in cuts) else self
+        # equal parts of whole heads
+        whole_heads = rows + 1 not in cuts and self.heads % cuts[rows] == 0
+        return dataclasses.replace(self, heads=self.heads // cuts[rows]) if whole_heads else None
 
     def matrices(self, x: ManifoldTensor) -> Matrices:
         """x as (matrices, n, k), in fp32 at least."""

@@ -101,8 +101,17 @@ def _local_class(kind: type, bases: tuple[type, ...], names: Iterable[str]) -> t
         return property(lambda module: _read_local(module, name))
 
     fields: dict[str, Any] = {name: local_property(name) for name in names}
-    fields |= {"__module__": kind.__module__, "__doc__": kind.__doc__}
+    fields |= {"__module__": kind.__module__, "__doc__": kind.__doc__, "get_parameter": _get_parameter}
     return type(kind.__name__, (*bases, kind), fields)
+
+
+def _get_parameter(module: nn.Module, target: str) -> nn.Parameter:
+    """`nn.Module.get_parameter`, which would return a local tensor."""
+    path, _, name = target.rpartition(".")
+    parameter = module.get_submodule(path)._parameters.get(name)
+    if parameter is None:
+        raise AttributeError(f"{type(module).__name__} has no parameter {target!r}")
+    return parameter
 
 
 def _read_local(module: nn.Module, name: str) -> Tensor | None:

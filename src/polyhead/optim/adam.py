@@ -12,6 +12,7 @@ from polyhead._checks import check_number, short_repr
 from polyhead.linalg.stiefel import StepRule
 from polyhead.manifold import Manifold
 from polyhead.optim.base import Optimizer, ParamGroup
+from polyhead.optim.sharded_tensors import zeros_with_axes_of_one
 
 
 class Adam(Optimizer):
@@ -67,13 +68,11 @@ class Adam(Optimizer):
 
     def init_state(self, group: ParamGroup, p: Tensor) -> dict[str, Tensor]:
         zeros = torch.zeros_like(p)
-        scalar = group["second_moment"] == "scalar"
-        return {
-            "exp_avg": zeros,
-            "exp_avg_sq": group["manifold"].inner(p, zeros, zeros, keepdim=True).to(p.dtype)
-            if scalar
-            else zeros.clone(),
-        }
+        if group["second_moment"] == "elementwise":
+            return {"exp_avg": zeros, "exp_avg_sq": zeros.clone()}
+        like = torch.empty(p.shape, device="meta")
+        shape = group["manifold"].inner(like, like, like, keepdim=True).shape
+        return {"exp_avg": zeros, "exp_avg_sq": zeros_with_axes_of_one(p, shape)}
 
     def move(self, group: ParamGroup, x: Tensor, g: Tensor, steps: int, state: dict[str, Tensor]) -> Tensor:
         manifold, lr, decay = group["manifold"], float(group["lr"]), group["weight_decay"]

@@ -17,6 +17,16 @@ from polyhead.linalg.foreach import all_finite, increment_counters
 from polyhead.manifold import Euclidean, Manifold
 from polyhead.optim.checks import check_option_names, check_saved_state, drop_none_values
 from polyhead.optim.groups import find_declared_manifolds, groups
+from polyhead.optim.sharded_tensors import (
+    Part,
+    any_process,
+    find_part,
+    gradient_like,
+    is_sharded,
+    own_part,
+    whole,
+    write_whole,
+)
 
 ParamGroup = dict[str, Any]
 # On a CPU, parameters of one shape are stacked up to this many numbers, so that intermediate tensors stay in its caches.
@@ -68,7 +78,7 @@ class Optimizer(torch.optim.Optimizer, abc.ABC):
                 self._check_declared_manifolds(group)
             check_option_names(group, self.defaults)
             self.check_options(group)
-            self._check_on_manifold(group, group["params"])
+            self._check_params([(group, group["params"])], gradients=False)
         except ValueError:
             self.param_groups.pop()
             raise
@@ -93,22 +103,44 @@ class Optimizer(torch.optim.Optimizer, abc.ABC):
             with torch.enable_grad():
                 loss = closure()
         updates = [(group, [p for p in group["params"] if p.grad is not None]) for group in self.param_groups]
-        for group, params in updates:
-            self._check_gradients(group, params)
-            self._check_on_manifold(group, params)
+        self._check_params(updates, gradients=True)
+        failures: list[ValueError] = []
         for group, params in updates:
             for bucket in self._bucket_params(group, params):
-                self._step_bucket(group, *bucket)
-            self._checked.update((p, (p._version, group["manifold"])) for p in params)
+                try:
+                    self._step_bucket(group, *bucket)
+                except ValueError as failure:
+                    if not any(map(is_sharded, params)):
+                        raise
+                    # other processes may wait for this one: the rest of the step is computed first
+                    failures.append(failure)
+            self._checked.update((p, (own_part(p)._version, group["manifold"])) for p in params)
+        on_manifolds = [p for group, params in updates if group["manifold"] != Euclidean() for p in params]
+        (failed,) = any_process([bool(failures)], on_manifolds)
+        if failed:
+            raise failures[0] if failures else ValueError("a step must end in finite numbers on every process")
         return loss
 
-    def _step_bucket(self, group: ParamGroup, params: list[Tensor], states: list[dict[str, Tensor]]) -> None:
-        """One step of parameters of one bucket: in C++ where possible, else by `move`."""
-        manifold, steps = group["manifold"], int(states[0]["step"]) + 1
-        names = self.used_state_names(group)
+    def _step_bucket(
+        self, group: ParamGroup, part: Part, params: list[Tensor], states: list[dict[str, Tensor]]
+    ) -> None:
+        """One step of parameters of one bucket, by this process's parts of them, or of the whole where matrices are cut."""
+        steps, names = int(states[0]["step"]) + 1, self.used_state_names(group)
         # the parameters, their gradients, and their state tensors
-        columns = [params, _list_gradients(params), *([state[name] for state in states] for name in names)]
-        rule = self.step_rule(group, steps)
+        stored = [params, [gradient_like(p) for p in params], *([state[name] for state in states] for name in names)]
+        columns = [[whole(x) if part.is_cut else own_part(x) for x in column] for column in stored]
+        self._step_columns({**group, "manifold": part.manifold}, names, columns, steps)
+        if part.is_cut:
+            for written, into in zip((columns[0], *columns[2:]), (stored[0], *stored[2:]), strict=True):
+                for full, x in zip(written, into, strict=True):
+                    write_whole(full, x)
+        increment_counters([state["step"] for state in states])
+
+    def _step_columns(
+        self, group: ParamGroup, names: Sequence[str], columns: Sequence[list[Tensor]], steps: int
+    ) -> None:
+        """One step of tensors of one shape: in C++ where possible, else by `move`."""
+        manifold, params, rule = group["manifold"], columns[0], self.step_rule(group, steps)
         if stiefel.refuses_step(manifold, rule, columns) is None:
             for index, number in stiefel.step_in_place(manifold, rule, columns, maximize=group["maximize"]):
                 matrix = [[stiefel.select_matrix(manifold, column[index], number)] for column in columns]
@@ -118,7 +150,6 @@ class Optimizer(torch.optim.Optimizer, abc.ABC):
             size = max(1, MAX_STACK_NUMEL // max(1, params[0].numel())) if params[0].is_cpu else len(params)
             for first in range(0, len(params), size):
                 self._step_stacked(group, names, [column[first : first + size] for column in columns], steps)
-        increment_counters([state["step"] for state in states])
 
     def _step_stacked(
         self, group: ParamGroup, names: Sequence[str], columns: Sequence[list[Tensor]], steps: int
@@ -144,9 +175,9 @@ class Optimizer(torch.optim.Optimizer, abc.ABC):
 
     def _bucket_params(
         self, group: ParamGroup, params: Sequence[Tensor]
-    ) -> Iterable[tuple[list[Tensor], list[dict[str, Tensor]]]]:
+    ) -> Iterable[tuple[Part, list[Tensor], list[dict[str, Tensor]]]]:
         """Parameters that are updated together, with their states: of one shape and layout, after the same number of steps."""
-        buckets: dict[Any, tuple[list[Tensor], list[dict[str, Tensor]]]] = {}
+        buckets: dict[Any, tuple[Part, list[Tensor], list[dict[str, Tensor]]]] = {}
         names = set(self.used_state_names(group))
         for p in params:
             state = self.state[p]
@@ -155,26 +186,68 @@ class Optimizer(torch.optim.Optimizer, abc.ABC):
                 state["step"] = torch.full((), float(bool(state)))
             if not names <= state.keys():
                 state.update({**self.init_state(group, p), **state})
-            bucket = buckets.setdefault((p.shape, p.stride(), p.dtype, p.device, state["step"].item()), ([], []))
-            bucket[0].append(p)
-            bucket[1].append(state)
+            part, own = find_part(p, group["manifold"]), own_part(p)
+            alike = part, p.shape if part.is_cut else own.shape, own.stride(), p.dtype, p.device, state["step"].item()
+            bucket = buckets.setdefault(alike, (part, [], []))
+            bucket[1].append(p)
+            bucket[2].append(state)
         return buckets.values()
 
-    def _check_gradients(self, group: ParamGroup, params: Sequence[Tensor]) -> None:
+    def _check_params(self, updates: Sequence[tuple[ParamGroup, Sequence[Tensor]]], *, gradients: bool) -> None:
+        """Raise where a gradient is not finite or a parameter is not on its manifold: on every process if it is so on one.
+
+        Parameters that are unchanged since the last check are skipped.
+        """
+        problems: list[str | None] = [self._find_bad_gradient(params) for _, params in updates] if gradients else []
+        # parameters whose matrices are cut, which all processes must gather if one of them has to
+        cut: list[tuple[Tensor, Manifold]] = []
+        must_gather = False
+        for group, params in updates:
+            manifold: Manifold = group["manifold"]
+            for p in () if manifold == Euclidean() else params:
+                part, unchanged = find_part(p, manifold), self._checked.get(p) == (own_part(p)._version, manifold)
+                if part.is_cut:
+                    cut.append((p, manifold))
+                    must_gather |= not unchanged
+                elif not unchanged:
+                    problems.append(self._find_off_manifold(p, own_part(p), part.manifold))
+        problem = next((problem for problem in problems if problem is not None), None)
+        failed, must_gather = any_process([problem is not None, must_gather], [p for _, ps in updates for p in ps])
+        if failed:
+            raise ValueError(
+                problem
+                or "gradients must be finite, and parameters on their manifolds, on every process, got one that reports an error"
+            )
+        for p, manifold in cut if must_gather else ():
+            problem = self._find_off_manifold(p, whole(p), manifold)
+            if problem is not None:
+                raise ValueError(problem)
+        for group, params in updates:
+            self._checked.update((p, (own_part(p)._version, group["manifold"])) for p in params)
+
+    def _find_bad_gradient(self, params: Sequence[Tensor]) -> str | None:
+        """The error message for a gradient that cannot be used, of this process's parts of parameters."""
         for p in params:
             assert p.grad is not None
             if p.grad.is_sparse or p.is_complex():
                 what = f"a {p.grad.layout} gradient of {p.dtype}"
-                raise ValueError(
-                    f"{self._param_name(p)}: the gradient must be dense and the parameter real, got {what}"
-                )
-        gradients = _list_gradients(params)
+                return f"{self._param_name(p)}: the gradient must be dense and the parameter real, got {what}"
+        gradients = [own_part(gradient_like(p)) for p in params]
         for p, g in () if all_finite(gradients) else zip(params, gradients, strict=True):
             if not g.isfinite().all():
-                raise ValueError(
+                return (
                     f"{self._param_name(p)}: the gradient must be finite, got NaN or inf; no parameter was changed. "
                     "torch.autograd.set_detect_anomaly(True) finds the operation that produced them"
                 )
+        return None
+
+    def _find_off_manifold(self, p: Tensor, x: Tensor, manifold: Manifold) -> str | None:
+        """The error message for a parameter whose part `x` is not on the part's manifold."""
+        ok, reason = manifold.check(x)
+        if ok:
+            return None
+        hint = "; polyhead.optim.project(model) projects all parameters of a model" if "project" in str(reason) else ""
+        return f"{self._param_name(p)} must be on {manifold!r}: {reason}{hint}"
 
     def _check_foreign_manifolds(self, group: ParamGroup) -> None:
         """Raise for parameters with a manifold of another library, which would be ignored."""
@@ -197,25 +270,6 @@ class Optimizer(torch.optim.Optimizer, abc.ABC):
                 f"without one; pass the model, optim.{name}(model), or optim.{name}(optim.groups(model)). To train it without "
                 'constraint, pass {"params": [...], "manifold": Euclidean()}'
             )
-
-    def _check_on_manifold(self, group: ParamGroup, params: Iterable[Tensor]) -> None:
-        """Raise for a parameter that is not on its manifold; those unchanged since the last check are skipped."""
-        manifold: Manifold = group["manifold"]
-        if manifold == Euclidean():
-            return
-        for p in params:
-            version = p._version, manifold
-            if self._checked.get(p) == version:
-                continue
-            ok, reason = manifold.check(p)
-            if not ok:
-                hint = (
-                    "; polyhead.optim.project(model) projects all parameters of a model"
-                    if "project" in str(reason)
-                    else ""
-                )
-                raise ValueError(f"{self._param_name(p)} must be on {manifold!r}: {reason}{hint}")
-            self._checked[p] = version
 
     def _param_name(self, p: Tensor) -> str:
         """The name of a parameter in error messages."""
@@ -280,10 +334,6 @@ def _as_param_groups(params: Any) -> list[Any]:
             "params must have at least one parameter, got none; pass a model, optim.groups(model) or model.parameters()"
         )
     return items
-
-
-def _list_gradients(params: Sequence[Tensor]) -> list[Tensor]:
-    return [p.grad for p in params if p.grad is not None]
 
 
 def _stack_tensors(tensors: Sequence[Tensor]) -> Tensor:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from polyhead.manifold import Euclidean, Manifold
+from polyhead.optim.sharded_tensors import any_process, find_part, own_part, whole, write_whole
 
 
 def groups(model: nn.Module) -> list[dict[str, Any]]:
@@ -36,14 +37,19 @@ def split(model: nn.Module) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]
 
 
 def check(model: nn.Module) -> tuple[bool, str | None]:
-    """Whether every parameter is on its manifold; if not, which parameters are off, and how far."""
+    """Whether every parameter is on its manifold; if not, which parameters are off, and how far.
+
+    Of DTensors, each process checks its own part; the answer is the same on all of them, the reasons are its own.
+    """
     declared = _collect_declared_manifolds(model)
     reasons = []
     for name, parameter in model.named_parameters():
-        ok, reason = declared.get(parameter, Euclidean()).check(parameter.detach())
+        part = find_part(parameter, declared.get(parameter, Euclidean()))
+        ok, reason = part.manifold.check((whole if part.is_cut else own_part)(parameter.detach()))
         if not ok:
             reasons.append(f"{name}: {reason}")
-    return not reasons, "\n".join(reasons) or None
+    (any_off,) = any_process([bool(reasons)], model.parameters())
+    return not any_off, "\n".join(reasons) or ("a parameter is off on another process" if any_off else None)
 
 
 @torch.no_grad()
@@ -51,11 +57,14 @@ def project(model: nn.Module) -> None:
     """Project every parameter to its manifold, after loading other weights or changing to a wider dtype."""
     declared = _collect_declared_manifolds(model)
     for name, parameter in model.named_parameters():
-        manifold = declared.get(parameter, Euclidean())
-        if not parameter.isfinite().all():
+        manifold, is_cut = find_part(parameter, declared.get(parameter, Euclidean()))
+        x = whole(parameter.detach()) if is_cut else own_part(parameter.detach())
+        (off,) = any_process([not bool(x.isfinite().all())], [parameter])
+        if off:
             raise ValueError(f"{name} must be finite, got NaN or inf")
-        if manifold != Euclidean():
-            parameter.copy_(manifold.project(parameter))
+        if manifold != Euclidean() and x.numel():
+            projected = manifold.project(x)
+            write_whole(projected, parameter) if is_cut else x.copy_(projected)
 
 
 def find_declared_manifolds(params: Collection[Tensor]) -> dict[Tensor, Manifold]:
@@ -99,8 +108,11 @@ def _read_declared_manifolds(module: nn.Module, owner: str) -> Iterator[tuple[st
     if not isinstance(manifolds, dict) or not all(isinstance(on, Manifold) for on in manifolds.values()):
         raise ValueError(f"{owner}: manifolds must be a dict from parameter names to manifolds, got {manifolds!r}")
     for name, manifold in manifolds.items():
+        path, _, last = name.rpartition(".")
         try:
-            parameter = module.get_parameter(name)
-        except AttributeError as error:
+            # a module may show other tensors under the names of its parameters: this process's parts of them
+            parameter = module.get_submodule(path)._parameters[last]
+        except (AttributeError, KeyError) as error:
             raise ValueError(f"{owner}: manifolds must name parameters of the module, got {name!r}") from error
+        assert parameter is not None
         yield name, parameter, manifold
