@@ -111,7 +111,8 @@ def test_intervals_and_tiles_contain_every_allowed_pair(data: st.DataObject, siz
         assert torch.equal(inside, allowed)
 
     covered = torch.zeros(batch, queries, keys, dtype=torch.int)
-    for tile in plan_tiles(first.numpy(), stop.numpy(), batch, block=16, whole=data.draw(st.booleans())):
+    whole, split_keys = data.draw(st.booleans()), data.draw(st.booleans())
+    for tile in plan_tiles(first.numpy(), stop.numpy(), batch, block=16, whole=whole, split_keys=split_keys):
         part = (slice(tile.b0, tile.b1), slice(tile.q0, tile.q1), slice(tile.k0, tile.k1))
         covered[part] += 1
         if tile.shape == "full":

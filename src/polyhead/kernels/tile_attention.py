@@ -15,20 +15,34 @@ _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_bac
 
 
 def forward_flash(
-    q: Tensor, k: Tensor, v: Tensor, add: Tensor | None, *, causal: bool, scale: float
+    q: Tensor, k: Tensor, v: Tensor, add: Tensor | None, *, shape: str, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """The output and the log-sum-exp by torch's kernel; `add` is added to the scores, -inf where a pair is forbidden."""
+    """The output and the log-sum-exp by torch's kernel, for a tile of shape `shape`.
+
+    `add` is added to the scores, -inf where a pair is forbidden; None for a reversed tile.
+    """
+    if shape == "reversed":
+        q, k, v = (x.flip(-2) for x in (q, k, v))
     mask = nan_preserving_mask(q, k) if add is None else add
-    out, lse = flash_attention_cpu(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
+    out, lse = flash_attention_cpu(q, k, v, 0.0, shape in ("causal", "reversed"), attn_mask=mask, scale=scale)
+    if shape == "reversed":
+        return out.flip(-2), lse.flip(-1)
     # the log-sum-exp of a query without keys is -inf
     return out, lse if add is None else lse.masked_fill(add.amax(-1) == -torch.inf, -torch.inf)
 
 
 def backward_flash(
     d_out: Tensor, d_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, add: Tensor | None,
-    *, causal: bool, scale: float,
+    *, shape: str, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The gradients of q, k and v by torch's kernel."""
+    """The gradients of q, k and v by torch's kernel. `out` and `lse` are those of the whole rows, of which a tile may be a part."""
+    if shape == "reversed":
+        d_lse = None if d_lse is None else d_lse.flip(-1)
+        d_out, q, k, v, out = (x.flip(-2) for x in (d_out, q, k, v, out))
+        gradients = backward_flash(d_out, d_lse, q, k, v, out, lse.flip(-1), add, shape="causal", scale=scale)
+        dq, dk, dv = (x.flip(-2) for x in gradients)
+        return dq, dk, dv
+    causal = shape == "causal"
     if d_lse is None:
         dq, dk, dv = _flash_backward(d_out, q, k, v, out, lse, 0.0, causal, attn_mask=add, scale=scale)
         return dq, dk, dv
@@ -39,6 +53,16 @@ def backward_flash(
     out, d_out = F.pad(out, (0, 1), value=1.0), torch.cat((d_out, -d_lse[..., None].to(d_out.dtype)), -1)
     dq, dk, dv = _flash_backward(d_out, q, k, v, out, lse, 0.0, causal, attn_mask=add, scale=scale)
     return dq[..., :dim], dk[..., :dim], dv[..., :dim]
+
+
+def merge_rows_(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None:
+    """Merge the output and the log-sum-exp of further keys of the same queries into `out` and `lse`, in place.
+
+    A row in which both log-sum-exps are infinite becomes NaN.
+    """
+    merged = torch.logaddexp(lse, part_lse)
+    out.mul_((lse - merged).exp_()[..., None]).addcmul_(part_out.to(out.dtype), (part_lse - merged).exp_()[..., None])
+    lse.copy_(merged)
 
 
 def forward_plain(

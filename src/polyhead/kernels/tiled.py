@@ -7,6 +7,7 @@ bias, another device). One custom operator hides the data-dependent plan, so tha
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -32,7 +33,7 @@ from polyhead.kernels.fused import (
 from polyhead.kernels.operand_checks import check_operand, check_qkv_shapes
 from polyhead.kernels.operator_registration import OperatorPass, register_attention_operator
 from polyhead.kernels.reference import attend_intervals
-from polyhead.kernels.tile_attention import backward_flash, backward_plain, forward_flash, forward_plain
+from polyhead.kernels.tile_attention import backward_flash, backward_plain, forward_flash, forward_plain, merge_rows_
 from polyhead.kernels.tile_plan import Tile, plan_tiles
 from polyhead.linalg.foreach import all_finite
 from polyhead.neighbourhood import broadcasts_to
@@ -113,7 +114,11 @@ class _TiledProblem:
         self._last_added: tuple[Tensor, Tensor] | None = None
         low, high = (bound.cpu().numpy().clip(0, keys) for bound in (options.first, options.stop))
         small = q.shape[1] * q.shape[2] * keys * q.shape[3] < MIN_WORK_PER_ROW
-        self.tiles = plan_tiles(low, high, q.shape[0], whole=not self.plain, together=small)
+        # a tile with something added is kept small: what is added is as large as its pairs
+        nothing_added = self.mask is None and self.table is None and self.bias is None
+        self.tiles = plan_tiles(
+            low, high, q.shape[0], whole=not self.plain, together=small, split_keys=nothing_added and not self.plain
+        )
         self._low, self._high = low, high
 
     @property
@@ -256,20 +261,34 @@ def _forward_tiles(work: _TiledProblem, q: Tensor, k: Tensor, v: Tensor, out: Te
     out.zero_()
     lse.fill_(-torch.inf)
     with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
-        for tile in work.tiles:
-            parts = _tile_queries(q, tile), _tile_keys(k, tile), _tile_keys(v, tile)
-            hidden = work.forbidden_pairs(tile)
-            add = work.additive_mask(tile, hidden)
-            if work.plain:
-                tq, tk, tv = (x.to(work.dtype) for x in parts)
-                hidden = hidden if work.leave_out_hidden else None
-                o, n = forward_plain(
-                    tq, tk, tv, add, hidden, work.dropout_keep_mask(tile), scale=work.scale, dropout=work.dropout
-                )
-            else:
-                o, n = forward_flash(*parts, add, causal=tile.shape == "causal", scale=work.scale)
-            _tile_queries(out, tile).copy_(o)
-            _tile_queries(lse, tile).copy_(n)
+        for tiles in _tiles_by_rows(work.tiles):
+            rows, rows_lse = _tile_queries(out, tiles[0]), _tile_queries(lse, tiles[0])
+            first_out, first_lse = _forward_tile(work, tiles[0], q, k, v)
+            # tiles that share queries are merged in at least fp32
+            total = rows.copy_(first_out) if len(tiles) == 1 or out.dtype == work.dtype else first_out.to(work.dtype)
+            rows_lse.copy_(first_lse)
+            del first_out
+            for tile in tiles[1:]:
+                merge_rows_(total, rows_lse, *_forward_tile(work, tile, q, k, v))
+            if total is not rows:
+                rows.copy_(total)
+
+
+def _tiles_by_rows(tiles: list[Tile]) -> Iterator[list[Tile]]:
+    """Tiles that share queries, together."""
+    return (list(group) for _, group in groupby(tiles, key=lambda tile: tile.rows))
+
+
+def _forward_tile(work: _TiledProblem, tile: Tile, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    parts = _tile_queries(q, tile), _tile_keys(k, tile), _tile_keys(v, tile)
+    hidden = work.forbidden_pairs(tile)
+    add = work.additive_mask(tile, hidden)
+    if not work.plain:
+        return forward_flash(*parts, add, shape=tile.shape, scale=work.scale)
+    tq, tk, tv = (x.to(work.dtype) for x in parts)
+    hidden = hidden if work.leave_out_hidden else None
+    keep = work.dropout_keep_mask(tile)
+    return forward_plain(tq, tk, tv, add, hidden, keep, scale=work.scale, dropout=work.dropout)
 
 
 def _empty_outputs(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -307,39 +326,37 @@ def _tiled_backward(
 
 
 def _backward_tiles(work: _TiledProblem, inputs: tuple[Any, ...], gradients: tuple[Tensor, ...]) -> None:
-    d_out, d_lse, q, k, v, out, lse = inputs
     dq, dk, dv, d_table, d_bias = (x.zero_() for x in gradients)
-    with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
-        for tile in work.tiles:
-            t_d_out, t_d_lse = _tile_queries(d_out, tile), None if d_lse is None else _tile_queries(d_lse, tile)
-            parts = _tile_queries(q, tile), _tile_keys(k, tile), _tile_keys(v, tile), _tile_queries(out, tile)
-            hidden, t_lse = work.forbidden_pairs(tile), _tile_queries(lse, tile)
-            add = work.additive_mask(tile, hidden)
-            if work.plain:
-                g, tq, tk, tv, o = (x.to(work.dtype) for x in (t_d_out, *parts))
-                hidden = hidden if work.leave_out_hidden else None
-                tq, tk, tv, ds = backward_plain(
-                    g,
-                    t_d_lse,
-                    tq,
-                    tk,
-                    tv,
-                    o,
-                    t_lse,
-                    add,
-                    hidden,
-                    work.dropout_keep_mask(tile),
-                    scale=work.scale,
-                    dropout=work.dropout,
-                )
-                work.add_bias_gradients(tile, ds, d_table, d_bias)
-            else:
-                tq, tk, tv = backward_flash(
-                    t_d_out, t_d_lse, *parts, t_lse, add, causal=tile.shape == "causal", scale=work.scale
-                )
-            _tile_queries(dq, tile).copy_(tq)
-            _tile_keys(dk, tile).add_(tk)
-            _tile_keys(dv, tile).add_(tv)
+    with torch.no_grad(), torch.autocast(dq.device.type, enabled=False):
+        for tiles in _tiles_by_rows(work.tiles):
+            rows = total = _tile_queries(dq, tiles[0])
+            if len(tiles) > 1 and dq.dtype != work.dtype:
+                total = torch.zeros_like(rows, dtype=work.dtype)
+            for tile in tiles:
+                tq, tk, tv, ds = _backward_tile(work, tile, inputs)
+                total.add_(tq)
+                _tile_keys(dk, tile).add_(tk)
+                _tile_keys(dv, tile).add_(tv)
+                if ds is not None:
+                    work.add_bias_gradients(tile, ds, d_table, d_bias)
+            if total is not rows:
+                rows.copy_(total)
+
+
+def _backward_tile(
+    work: _TiledProblem, tile: Tile, inputs: tuple[Any, ...]
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """The gradients of q, k, v and, in plain torch, of the scores of a tile."""
+    d_out, d_lse, q, k, v, out, lse = inputs
+    t_d_out, t_d_lse = _tile_queries(d_out, tile), None if d_lse is None else _tile_queries(d_lse, tile)
+    parts = _tile_queries(q, tile), _tile_keys(k, tile), _tile_keys(v, tile), _tile_queries(out, tile)
+    hidden, t_lse = work.forbidden_pairs(tile), _tile_queries(lse, tile)
+    add = work.additive_mask(tile, hidden)
+    if not work.plain:
+        return *backward_flash(t_d_out, t_d_lse, *parts, t_lse, add, shape=tile.shape, scale=work.scale), None
+    hidden, keep = hidden if work.leave_out_hidden else None, work.dropout_keep_mask(tile)
+    g, tq, tk, tv, o = (x.to(work.dtype) for x in (t_d_out, *parts))
+    return backward_plain(g, t_d_lse, tq, tk, tv, o, t_lse, add, hidden, keep, scale=work.scale, dropout=work.dropout)
 
 
 def _empty_gradients(
