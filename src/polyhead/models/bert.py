@@ -160,7 +160,7 @@ class Bert(CheckpointModel):
                 )
         own = over.item_indices if isinstance(over, Neighbourhood) else None
         # a process that has some tokens of a sequence takes their positions in it
-        x = self.embeddings(ids, token_types, slice(ids.shape[-1]) if own is None else own[0])
+        x = self.embeddings(ids, token_types, None if own is None else own[0])
         for layer in self.layers:
             x = layer(x, over=over)
         return x
@@ -236,9 +236,13 @@ class Embeddings(nn.Module):
         self.norm = nn.LayerNorm(config.d_model, config.eps)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, ids: Tensor, token_types: Tensor | None, positions: slice | Tensor) -> Tensor:
+    def forward(self, ids: Tensor, token_types: Tensor | None, positions: Tensor | None = None) -> Tensor:
         types = self.token_types.weight[0] if token_types is None else self.token_types(token_types)
-        x = self.token_embedding(ids) + types + self.positions.weight[positions]
+        x = (
+            self.token_embedding(ids)
+            + types
+            + self.positions.weight[slice(ids.shape[-1]) if positions is None else positions]
+        )
         return self.dropout(self.norm(x))
 
 
