@@ -1,20 +1,29 @@
 """Heads, items and nodes over the ranks of torch.distributed."""
 
 from polyhead.distributed.agreement import check_agreement, fingerprint
+from polyhead.distributed.graph_part import GraphPart
 from polyhead.distributed.head_sharding import shard_heads
 from polyhead.distributed.item_kernels import Exchange, Ring
 from polyhead.distributed.item_shard import ItemShard, shard_items
+from polyhead.distributed.part_files import LoadedPart, load_part, save_parts
+from polyhead.distributed.partition import Partition, partition
 from polyhead.distributed.view import gather, mean_mass, received
 
 __all__ = [
     "Exchange",
+    "GraphPart",
     "ItemShard",
+    "LoadedPart",
+    "Partition",
     "Ring",
     "check_agreement",
     "fingerprint",
     "gather",
+    "load_part",
     "mean_mass",
+    "partition",
     "received",
+    "save_parts",
     "shard_heads",
     "shard_items",
 ]

@@ -163,6 +163,12 @@ class GraphPart(Graph):
             )
             self._checked.add(signature)
 
+    def to(self, device: torch.device | str) -> GraphPart:
+        """The same part on another device, on the same ranks."""
+        moved = super().to(device)
+        assert isinstance(moved, GraphPart)
+        return moved
+
     # rows and edges of the whole graph
 
     def take(self, x: Tensor, dim: int | None = None) -> Tensor:
