@@ -1,93 +1,22 @@
-"""Attention over the parts of a graph on several ranks: equal to one process in value and gradient, with the fewest bytes sent."""
+"""Attention over the parts of a graph on several ranks: equal to one process in value and gradient."""
 
 from __future__ import annotations
 
 import itertools
-from typing import NamedTuple
+import os
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from node_cases import Case, largest, make_graph, make_layer, make_owner
+from rank_pool import run_on_threads
 
-from polyhead import GAT, ALiBi, Dot, GATv2, Graph, MultiHeadAttention, Rotary
-from polyhead.distributed.partition import partition
+from polyhead import Graph, MultiHeadAttention, attend
+from polyhead.distributed import partition
 
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12}
-
-
-class Case(NamedTuple):
-    score: str = "gatv2"
-    edge_dim: int | None = None
-    weights: bool = False
-    dropout: float = 0.0
-    bias: bool = False
-    heads: tuple[int, int] = (3, 3)
-    """Heads of queries and of keys."""
-    head_dim: int = 5
-    combine: str = "project"
-    position: str | None = None
-    sink: bool = False
-    qk_norm: bool = False
-    batch: tuple[int, ...] = ()
-    graph: str = "random"
-    dtype: torch.dtype = torch.float64
-    d_model: int = 30
-    """More than the projected keys: these are sent. Fewer: the inputs."""
-
-
-def make_graph(kind: str, edge_dim: int | None, weighted: bool, dtype: torch.dtype) -> Graph:
-    generator = torch.Generator().manual_seed(1)
-    draw = lambda high, *size: torch.randint(high, size, generator=generator)
-    # isolated nodes, duplicate edges and self-loops are among the random ones
-    nodes = {"few nodes": 3}.get(kind, 41)
-    if kind == "star":
-        others = torch.arange(1, nodes)
-        edges = torch.cat((torch.stack((others, 0 * others)), torch.stack((0 * others, others))), 1)
-    elif kind == "clustered":
-        start = draw(4, 150) * 10
-        edges = torch.stack((start + draw(10, 150), start + draw(10, 150)))
-        edges[0, :6] = draw(40, 6)
-    elif kind == "hubs":
-        edges = torch.stack((draw(nodes, 150), draw(2, 150)))
-    elif kind == "no edges":
-        edges = torch.empty(2, 0, dtype=torch.long)
-    elif kind == "one part has all edges":
-        edges = torch.stack((draw(nodes, 60), draw(5, 60)))
-    else:
-        edges = torch.cat((draw(max(nodes - 3, 2), 2, 130), torch.arange(12).expand(2, 12)), 1)
-        edges = torch.cat((edges, edges[:, :9]), 1) % nodes
-    count = edges.shape[1]
-    randn = lambda *size: torch.randn(*size, generator=generator, dtype=dtype)
-    features = None if edge_dim is None else randn(count, edge_dim).requires_grad_()
-    weights = randn(count).abs().requires_grad_() if weighted else None
-    return Graph(edges, nodes, features, weights)
-
-
-def make_owner(kind: str, nodes: int, parts: int) -> torch.Tensor:
-    if kind == "an empty part":
-        return torch.arange(nodes) % max(parts - 1, 1)
-    # every edge ends at one of the first five nodes
-    return torch.where(torch.arange(nodes) < 5, 0, torch.arange(nodes) % parts)
-
-
-def make_layer(case: Case) -> MultiHeadAttention:
-    torch.manual_seed(3)
-    heads, dim = case.heads[0], case.head_dim
-    scores = {
-        "dot": lambda: Dot(),
-        "gat": lambda: GAT(heads, dim, edge_dim=case.edge_dim),
-        "gatv2": lambda: GATv2(heads, dim, edge_dim=case.edge_dim),
-        "gatv2 shared": lambda: GATv2(heads, dim, edge_dim=case.edge_dim, shares_queries=True),
-    }
-    layer = MultiHeadAttention(
-        case.d_model, heads, kv_heads=case.heads[1], head_dim=dim, score=scores[case.score](), combine=case.combine,
-        position={None: None, "rotary": Rotary(), "alibi": ALiBi(heads)}[case.position], dropout=case.dropout,
-        sink="learned" if case.sink else None, qk_norm=case.qk_norm,
-    ).to(case.dtype)  # fmt: skip
-    for parameter in layer.parameters():
-        # biases that are zero would hide errors
-        parameter.data += 0.1 * torch.randn_like(parameter)
-    return layer
 
 
 def run_case(case: Case) -> dict[str, float]:
@@ -124,10 +53,6 @@ def run_case(case: Case) -> dict[str, float]:
         dist.all_reduce(gradient)
         errors[f"gradient of {name}"] = largest(gradient - expected) / max(1.0, largest(expected))
     return errors
-
-
-def largest(x: torch.Tensor) -> float:
-    return float(x.detach().abs().max()) if x.numel() else 0.0
 
 
 def check_case(pool, case: Case) -> None:
@@ -185,3 +110,122 @@ def test_ranks_equal_one_process(ranks, case, request):
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_layers_and_graphs_equal_one_process(ranks, name, request):
     check_case(request.getfixturevalue(ranks), OTHERS[name])
+
+
+def two_layers(features: int, hidden: int, classes: int, score: str) -> torch.nn.ModuleList:
+    torch.manual_seed(6)
+    first = MultiHeadAttention(features, 3, head_dim=hidden, score=score, combine="concat", dropout=0.3)
+    last = MultiHeadAttention(3 * hidden, 1, head_dim=classes, score=score, combine="mean", dropout=0.3)
+    return torch.nn.ModuleList((first, last)).double()
+
+
+def train(layers, x, labels, mask, over, steps: int, join) -> list[float]:
+    """Full-graph training; `join` sums over ranks. Returns the losses."""
+    losses, count = [], join(mask.sum())
+    for step in range(steps):
+        torch.manual_seed(step)
+        hidden = torch.nn.functional.elu(layers[0](x, over=over)[0])
+        logits = layers[1](hidden, over=over)[0]
+        loss = torch.nn.functional.cross_entropy(logits[mask], labels[mask], reduction="sum") / count
+        gradients = torch.autograd.grad(loss, list(layers.parameters()))
+        for parameter, gradient in zip(layers.parameters(), gradients, strict=True):
+            parameter.data -= 0.3 * join(gradient)
+        losses.append(float(join(loss.detach())))
+    return losses
+
+
+def make_task(kind: str) -> tuple[Graph, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A graph, and the features, labels and training mask of its nodes."""
+    if kind == "cora":
+        data = np.load(Path(os.environ["POLYHEAD_DATA"]) / "cora.npz", allow_pickle=False)
+        arrays = [torch.from_numpy(data[f"features_{name}"]) for name in ("indptr", "indices", "data")]
+        x = torch.sparse_csr_tensor(arrays[0], arrays[1].long(), arrays[2], tuple(data["features_shape"].tolist()))
+        labels, nodes = torch.from_numpy(data["labels"]), len(data["labels"])
+        mask = torch.zeros(nodes, dtype=torch.bool)
+        mask[torch.from_numpy(data["train"])] = True
+        return Graph(data["edge_index"], nodes).with_self_loops(), x.to_dense().double(), labels, mask
+    graph = make_graph(kind, None, False, torch.float64)
+    torch.manual_seed(8)
+    x, labels = torch.randn(graph.sources, 12, dtype=torch.float64), torch.randint(7, (graph.sources,))
+    # all labels are on the rank of the first nodes
+    return graph, x, labels, torch.arange(graph.sources) < 10
+
+
+def sum_over_ranks(x: torch.Tensor) -> torch.Tensor:
+    x = x.clone()
+    dist.all_reduce(x)
+    return x
+
+
+def train_both(score: str, kind: str, steps: int) -> tuple[float, float, float]:
+    """By how much losses and parameters differ after training, and by how much the parameters moved."""
+    graph, x, labels, mask = make_task(kind)
+    one, many, start = (two_layers(x.shape[1], 5, 7, score) for _ in range(3))
+    losses = train(one, x, labels, mask, graph, steps, lambda x: x)
+    part = partition(graph, dist.get_world_size(), method="contiguous")[dist.get_rank()].on()
+    own = train(many, part.take(x), part.take(labels), part.take(mask), part, steps, sum_over_ranks)
+    distance = lambda a, b: max(largest(p - q) for p, q in zip(a.parameters(), b.parameters(), strict=True))
+    return max(abs(a - b) for a, b in zip(losses, own, strict=True)), distance(one, many), distance(one, start)
+
+
+@pytest.mark.parametrize("ranks", ["two_ranks", "four_ranks"])
+@pytest.mark.parametrize("score", ["gat", "gatv2"])
+@pytest.mark.parametrize("graph", ["random", "clustered"])
+def test_training_of_two_layers_equals_one_process(ranks, score, graph, request):
+    for losses, parameters, moved in request.getfixturevalue(ranks).run(train_both, score, graph, 8):
+        assert losses < 1e-12 and parameters < 1e-10 and moved > 0.05
+
+
+@pytest.mark.parametrize("ranks", ["two_ranks", "four_ranks"])
+def test_training_on_cora_equals_one_process(ranks, request):
+    if "POLYHEAD_DATA" not in os.environ:
+        pytest.skip("POLYHEAD_DATA does not name a folder with cora.npz: training on Cora over ranks is NOT tested")
+    for losses, parameters, moved in request.getfixturevalue(ranks).run(train_both, "gat", "cora", 3):
+        assert losses < 1e-12 and parameters < 1e-12 and moved > 1e-3
+
+
+def other_inputs() -> None:
+    """Sparse inputs, dropout of inputs and values, no gradients, other keys, checkpointing: each equals one process or runs."""
+    graph = make_graph("random", None, False, torch.float64)
+    part, layer = partition(graph, dist.get_world_size())[dist.get_rank()].on(), make_layer(Case(d_model=7)).eval()
+    torch.manual_seed(1)
+    x, y = torch.randn(2, graph.sources, 7, dtype=torch.float64)
+    expected = layer(x, over=graph)[0]
+    close = lambda a, b: torch.testing.assert_close(a, b, atol=1e-12, rtol=0)
+    close(layer(part.take(x).to_sparse(), over=part)[0], part.take(expected))
+    with torch.no_grad():
+        close(layer(part.take(x), over=part)[0], part.take(expected))
+    close(layer(part.take(x), part.take(y), over=part)[0], part.take(layer(x, y, over=graph)[0]))
+    own = part.take(x).requires_grad_()
+    saved = torch.utils.checkpoint.checkpoint(lambda x: layer(x, over=part)[0], own, use_reentrant=False)
+    (gradient,) = torch.autograd.grad(saved.sum(), own)
+    whole = x.clone().requires_grad_()
+    close(gradient, part.take(torch.autograd.grad(layer(whole, over=graph)[0].sum(), whole)[0]))
+    assert layer.explain(part.take(x), over=part).kernel == layer.explain(x, over=graph).kernel
+    drops = MultiHeadAttention(7, 1, score="gat", input_dropout=0.5, value_dropout=0.5).double()
+    assert torch.isfinite(drops(part.take(x), over=part)[0]).all()
+
+
+@pytest.mark.parametrize("ranks", ["two_ranks", "four_ranks"])
+def test_other_inputs(ranks, request):
+    request.getfixturevalue(ranks).run(other_inputs)
+
+
+def attend_on_eight() -> float:
+    # threads share one generator: everything is drawn from one of their own
+    graph, generator = make_graph("random", None, False, torch.float64), torch.Generator().manual_seed(0)
+    q, k, v = torch.randn(3, 2, graph.sources, 5, dtype=torch.float64, generator=generator).requires_grad_()
+    options = {"dropout": 0.3, "seed": 9}
+    out = attend(q, k, v, over=graph, **options)
+    part = partition(graph, dist.get_world_size())[dist.get_rank()].on()
+    own = attend(*(part.take(x) for x in (q, k, v)), over=part, **options)
+    errors = [largest(own - part.take(out))]
+    whole, found = (torch.autograd.grad(y.pow(2).sum(), (q, k, v)) for y in (out, own))
+    for expected, gradient in zip(whole, found, strict=True):
+        dist.all_reduce(gradient)
+        errors.append(largest(gradient - expected))
+    return max(errors)
+
+
+def test_eight_ranks_by_threads():
+    assert max(run_on_threads(attend_on_eight, 8)) < 1e-12
