@@ -27,9 +27,11 @@ from polyhead import (
     Window,
 )
 from polyhead.distributed import shard_heads
+from polyhead.interop.torch_transformer_layers import layer_from_torch
 from polyhead.models import bert, gpt, llama
 from polyhead.neighbourhood import Mask, Offsets
 from polyhead.nn import FeedForward, Transformer, TransformerLayer
+from polyhead.nn.conv.conv_as_attention import from_conv
 from polyhead.position import QuadraticOffset
 
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12}
@@ -230,6 +232,29 @@ def compare_calls():
 def test_other_calls_equal_one_process(ranks, request):
     for errors in request.getfixturevalue(ranks).run(compare_calls):
         assert max(errors) < 1e-12, errors
+
+
+def compare_changed_layers():
+    """Layers after pruning and folding, converted from torch, and a convolution as attention, whose heads see one point each."""
+    torch.set_default_dtype(torch.float64)
+    pruned = MultiHeadAttention(WIDTH, 8, kv_heads=4, position=ALiBi(8), manifold="stiefel")
+    pruned.prune([2, 3, 6, 7])
+    folded = MultiHeadAttention(WIDTH, 4).fold_value_projection()
+    converted = layer_from_torch(nn.TransformerEncoderLayer(WIDTH, 4, 8, dropout=0.0, batch_first=True))
+    convolution = from_conv(nn.Conv2d(3, 5, 2))
+    x, image, found = torch.randn(2, 5, WIDTH), torch.randn(2, 3, 4, 5), {}
+    for layer, value in ((pruned, x), (folded, x), (converted, x), (convolution, image)):
+        want = run_and_differentiate(layer, value)
+        shard_heads(layer, make_mesh())
+        found[f"{type(layer).__name__} {len(found)}"] = differences(run_and_differentiate(layer, value), want)
+    return found
+
+
+@pytest.mark.parametrize("ranks", ["two_ranks", "four_ranks"])
+def test_changed_and_converted_layers_equal_one_process(ranks, request):
+    for found in request.getfixturevalue(ranks).run(compare_changed_layers):
+        for name, errors in found.items():
+            assert max(errors.values()) < 1e-12, (name, errors)
 
 
 def make_models():
