@@ -13,7 +13,7 @@ from torch import Tensor
 from polyhead._checks import check_dense_tensor, describe_type
 from polyhead._foreign_arguments import hint_for_mask, hint_for_over
 from polyhead._torch import register_pytree_class
-from polyhead.neighbourhood.shapes import KeyInterval, Sizes, broadcasts_to, interval_around_true
+from polyhead.neighbourhood.shapes import KeyInterval, Sizes, check_mask_shape, interval_around_true
 
 if TYPE_CHECKING:
     from polyhead.neighbourhood.lattice import Lattice
@@ -231,32 +231,7 @@ class Mask(Neighbourhood):
         Mask.__init__(self, keep[0] if state["_pairs"] and len(keep) == 1 else keep)
 
     def check(self, sizes: Sizes) -> None:
-        shape, target = tuple(self.keep.shape), (*sizes.batch, sizes.heads, sizes.queries, sizes.keys)
-        batch = sizes.batch[-1] if sizes.batch else None
-        if self._pairs and len(shape) == 3:
-            shape = shape[1:]
-        # the fitting shape is tested first, so that a program traced for any length gets no guard against the batch size
-        if len(shape) == 2 and shape != (sizes.queries, sizes.keys) and shape == (batch, sizes.keys):
-            raise ValueError(
-                f"Mask: keep must have shape (..., queries, keys), got {shape}, which looks like (batch, keys); for padded keys use "
-                "Padding(keep), True = a real key, and for torch's key_padding_mask, True = padded, Padding(~mask)"
-            )
-        if len(shape) == 3 and batch is not None and shape[0] == batch and shape[0] != 1:
-            hint = "keep.unsqueeze(1) is (batch, 1, queries, keys)"
-            if batch != sizes.heads:
-                raise ValueError(
-                    f"Mask: keep must be (..., heads, queries, keys), got {shape}, which looks like (batch, queries, keys); {hint}"
-                )
-            raise ValueError(
-                f"Mask: keep must have four axes where batch and heads have the same size, got {shape}; {hint}, "
-                "keep[None] is (1, heads, queries, keys)"
-            )
-        if not broadcasts_to(shape, target) or shape[-1] != sizes.keys:
-            by_head = batch is not None and len(shape) == 3 and shape[0] == batch * sizes.heads
-            hint = f"; keep.unflatten(0, ({batch}, {sizes.heads})) splits batch and heads" if by_head else ""
-            raise ValueError(
-                f"Mask: keep must broadcast to (..., heads, queries, keys) = {target}, got shape {shape}{hint}"
-            )
+        check_mask_shape(tuple(self.keep.shape), self._pairs, sizes)
 
     def allows(self, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         queries, keys = self.keep.shape[-2:]

@@ -32,6 +32,36 @@ def check_broadcasts_to_batch(name: str, shape: tuple[int, ...], sizes: Sizes) -
         raise ValueError(f"{name}: its leading axes must broadcast to the batch {sizes.batch}, got {shape}")
 
 
+def check_mask_shape(shape: tuple[int, ...], without_heads: bool, sizes: Sizes) -> None:
+    """Raise where a mask of this shape does not fit; `without_heads`: it was passed as (queries, keys)."""
+    target = (*sizes.batch, sizes.heads, sizes.queries, sizes.keys)
+    batch = sizes.batch[-1] if sizes.batch else None
+    if without_heads and len(shape) == 3:
+        shape = shape[1:]
+    # the fitting shape is tested first, so that a program traced for any length gets no guard against the batch size
+    if len(shape) == 2 and shape != (sizes.queries, sizes.keys) and shape == (batch, sizes.keys):
+        raise ValueError(
+            f"Mask: keep must have shape (..., queries, keys), got {shape}, which looks like (batch, keys); for padded keys use "
+            "Padding(keep), True = a real key, and for torch's key_padding_mask, True = padded, Padding(~mask)"
+        )
+    if len(shape) == 3 and batch is not None and shape[0] == batch and shape[0] != 1:
+        hint = "keep.unsqueeze(1) is (batch, 1, queries, keys)"
+        if batch != sizes.heads:
+            raise ValueError(
+                f"Mask: keep must be (..., heads, queries, keys), got {shape}, which looks like (batch, queries, keys); {hint}"
+            )
+        raise ValueError(
+            f"Mask: keep must have four axes where batch and heads have the same size, got {shape}; {hint}, "
+            "keep[None] is (1, heads, queries, keys)"
+        )
+    if not broadcasts_to(shape, target) or shape[-1] != sizes.keys:
+        by_head = batch is not None and len(shape) == 3 and shape[0] == batch * sizes.heads
+        hint = f"; keep.unflatten(0, ({batch}, {sizes.heads})) splits batch and heads" if by_head else ""
+        raise ValueError(
+            f"Mask: keep must broadcast to (..., heads, queries, keys) = {target}, got shape {shape}{hint}"
+        )
+
+
 def interval_around_true(keep: Bool[Tensor, "... keys"]) -> KeyInterval:
     """The index of the first True and the one past the last; the two are equal where no entry is True."""
     keys = keep.shape[-1]
