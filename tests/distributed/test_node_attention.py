@@ -211,6 +211,34 @@ def test_other_inputs(ranks, request):
     request.getfixturevalue(ranks).run(other_inputs)
 
 
+def second_derivatives(case: Case) -> float:
+    """By how much the gradients of a penalty on the gradient of the input differ from one process."""
+    graph, layer = make_graph(case.graph, None, False, case.dtype), make_layer(case)
+    torch.manual_seed(4)
+    x = torch.randn(graph.sources, case.d_model, dtype=case.dtype)
+    part = partition(graph, dist.get_world_size())[dist.get_rank()].on()
+
+    def penalty_gradients(x, over):
+        x = x.requires_grad_()
+        (gradient,) = torch.autograd.grad(layer(x, over=over)[0].pow(2).sum(), x, create_graph=True)
+        return torch.autograd.grad(gradient.pow(2).sum(), (x, *layer.parameters()), allow_unused=True)
+
+    (whole_x, *whole), (own_x, *own) = penalty_gradients(x.clone(), graph), penalty_gradients(part.take(x), part)
+    errors = [largest(own_x - part.take(whole_x)) / largest(whole_x)]
+    # of the largest one: dot products have a gradient of zero for the bias of keys, a sum of terms in the thousands
+    scale = max(largest(x) for x in whole if x is not None)
+    for expected, gradient in zip(whole, own, strict=True):
+        assert (expected is None) == (gradient is None)
+        if expected is not None:
+            errors.append(largest(sum_over_ranks(gradient) - expected) / scale)
+    return max(errors)
+
+
+@pytest.mark.parametrize("case", [Case("gat"), Case("gatv2", d_model=7), Case("dot")], ids=lambda case: case.score)
+def test_second_derivatives_equal_one_process(case, two_ranks):
+    assert max(two_ranks.run(second_derivatives, case)) < 1e-12
+
+
 def attend_on_eight() -> float:
     # threads share one generator: everything is drawn from one of their own
     graph, generator = make_graph("random", None, False, torch.float64), torch.Generator().manual_seed(0)

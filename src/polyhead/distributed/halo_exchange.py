@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 from jaxtyping import Float
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from polyhead.distributed.row_exchange import PendingRows, RowPlan, add_returned, start_all_to_all, start_return
 
@@ -38,11 +37,15 @@ class HaloExchange:
         return joined
 
 
+# The gradient of each of these four is another of them, so that an exchange can be differentiated any number of times.
+
+
 class _Start(torch.autograd.Function):
+    """Send rows to the ranks that read them, and go on."""
+
     @staticmethod
     def forward(ctx: Any, exchange: HaloExchange, *rows: Tensor) -> tuple[Tensor, ...]:
-        ctx.exchange = exchange
-        plan = exchange.plan
+        ctx.exchange, plan = exchange, exchange.plan
         sent = [x.index_select(0, plan.send) for x in rows]
         exchange.pending = start_all_to_all(
             sent[0] if len(sent) == 1 else torch.cat(sent, 1), plan.receive_counts, plan.send_counts, exchange.group
@@ -50,9 +53,47 @@ class _Start(torch.autograd.Function):
         return tuple(x.view_as(x) for x in rows)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        exchange = ctx.exchange
+        return None, *_FinishReturn.apply(ctx.exchange, *gradients)
+
+
+class _Finish(torch.autograd.Function):
+    """Wait for the rows that this rank reads, and append them to its own."""
+
+    @staticmethod
+    def forward(ctx: Any, exchange: HaloExchange, *rows: Tensor) -> tuple[Tensor, ...]:
+        ctx.exchange = exchange
+        assert exchange.pending is not None
+        received, exchange.pending = exchange.pending.wait(), None
+        return tuple(torch.cat((x, y)) for x, y in zip(rows, received.split(exchange.widths, 1), strict=True))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *_StartReturn.apply(ctx.exchange, *gradients)
+
+
+class _StartReturn(torch.autograd.Function):
+    """Send the gradients of received rows to their owners, and go on with those of the own ones."""
+
+    @staticmethod
+    def forward(ctx: Any, exchange: HaloExchange, *gradients: Tensor) -> tuple[Tensor, ...]:
+        ctx.exchange, own = exchange, len(gradients[0]) - exchange.plan.received
+        halo = [x[own:] for x in gradients]
+        sent = halo[0] if len(halo) == 1 else torch.cat(halo, 1)
+        exchange.pending_return = start_return(sent, exchange.plan, exchange.group)
+        return tuple(x[:own] for x in gradients)
+
+    @staticmethod
+    def backward(ctx: Any, *rows: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *_Finish.apply(ctx.exchange, *rows)
+
+
+class _FinishReturn(torch.autograd.Function):
+    """Wait for the gradients that return, and add them to those of the own rows."""
+
+    @staticmethod
+    def forward(ctx: Any, exchange: HaloExchange, *gradients: Tensor) -> tuple[Tensor, ...]:
+        ctx.exchange = exchange
         assert exchange.pending_return is not None
         returned, exchange.pending_return = exchange.pending_return.wait(), None
         totals = []
@@ -61,21 +102,8 @@ class _Start(torch.autograd.Function):
             total = gradient.to(part.dtype, copy=True)
             add_returned(total, part, exchange.plan)
             totals.append(total.to(gradient.dtype))
-        return None, *totals
-
-
-class _Finish(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, exchange: HaloExchange, *rows: Tensor) -> tuple[Tensor, ...]:
-        ctx.exchange, ctx.own = exchange, len(rows[0])
-        assert exchange.pending is not None
-        received, exchange.pending = exchange.pending.wait(), None
-        return tuple(torch.cat((x, y)) for x, y in zip(rows, received.split(exchange.widths, 1), strict=True))
+        return tuple(totals)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        exchange, halo = ctx.exchange, [x[ctx.own :] for x in gradients]
-        sent = halo[0] if len(halo) == 1 else torch.cat(halo, 1)
-        exchange.pending_return = start_return(sent, exchange.plan, exchange.group)
-        return None, *(x[: ctx.own] for x in gradients)
+    def backward(ctx: Any, *rows: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *_Start.apply(ctx.exchange, *rows)
