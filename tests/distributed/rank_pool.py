@@ -12,6 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+# what the ranks would otherwise import one by one; optimizers and FSDP2 import the compiler
+_PRELOADED = ["torch._dynamo", "torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict", "polyhead.models"]
 # how long one function may take on all ranks, and how long a collective waits for a missing rank
 TEST_SECONDS, COLLECTIVE_SECONDS = 120, 60
 
@@ -22,7 +24,7 @@ class RankPool:
     def __init__(self, world: int, seconds: float = COLLECTIVE_SECONDS) -> None:
         # one server imports torch once; the ranks are forks of it
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch.distributed.tensor", "polyhead"])
+        context.set_forkserver_preload(_PRELOADED)
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._store, self.world = store, world
         self._pipes, self._processes = [], []
