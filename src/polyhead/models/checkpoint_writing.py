@@ -25,9 +25,16 @@ def name_tensors_for_checkpoint(model: nn.Module, fresh: nn.Module, names: Mappi
         names: the model's modules -> the checkpoint's modules.
 
     Raises:
-        ValueError: if the model differs from its configuration: heads were pruned, gates set, or modules replaced.
+        ValueError: if the model differs from its configuration: heads were pruned, gates set, or modules replaced; or if its
+            parameters are sharded over processes.
     """
     expected, tensors = fresh.state_dict(), model.state_dict()
+    sharded = next((name for name, x in tensors.items() if hasattr(x, "full_tensor")), None)
+    if sharded is not None:
+        raise ValueError(
+            f"the model must be whole to be saved, got {sharded} as a DTensor; load the whole state into an unsharded model first, "
+            "from torch's get_model_state_dict with full_state_dict=True"
+        )
     hint = "this format cannot hold pruned or gated heads, nor other modules; use safetensors.torch.save_model"
     for name in (*tensors, *expected):
         if name not in tensors:
