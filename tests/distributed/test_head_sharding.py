@@ -26,7 +26,7 @@ from polyhead import (
     Score,
     Window,
 )
-from polyhead.distributed import shard_heads
+from polyhead.distributed import shard_heads, shard_items
 from polyhead.interop.torch_transformer_layers import layer_from_torch
 from polyhead.models import bert, gpt, llama
 from polyhead.neighbourhood import Mask, Offsets
@@ -325,6 +325,34 @@ def test_generation_equals_one_process(ranks, request):
     assert all(other == first for other in others)
 
 
+def compare_items_and_heads():
+    """A Llama of four layers on two ranks of items x two of heads, with dropout of attention."""
+    torch.set_default_dtype(torch.float64)
+    model = llama.Llama(
+        llama.Config(32, 4, 4, 48, vocab=50, positions=24, kv_heads=2, attention_dropout=0.2, head=None)
+    )
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("items", "heads"))
+    ids, over = torch.randint(50, (2, 24)), shard_items(Causal(), length=24, mesh=mesh["items"])
+    weight = torch.randn(2, 24, 32)
+    sharded = shard_heads(copy.deepcopy(model), mesh["heads"])
+    torch.manual_seed(1)
+    want = model(ids)
+    (want * weight).sum().backward()
+    torch.manual_seed(1)
+    got = sharded(over.take(ids, dim=-1), over=over)
+    (got * over.take(weight)).sum().backward()
+    errors = [difference(over.gather(got.detach()), want.detach())]
+    for p, q in zip(sharded.parameters(), model.parameters(), strict=True):
+        # gradients sum over items; a local part shares its memory with the DTensor
+        dist.all_reduce(p.grad.to_local(), group=mesh["items"].get_group())
+        errors.append(difference(whole(p.grad), q.grad))
+    return max(errors)
+
+
+def test_items_and_heads_together_equal_one_process(four_ranks):
+    assert max(four_ranks.run(compare_items_and_heads)) < 1e-12
+
+
 def sum_in_half_precision():
     """The ranks' outputs are 256 and 1 + 1 + …, which bf16 cannot sum in any order."""
     torch.set_default_dtype(torch.bfloat16)
@@ -418,6 +446,7 @@ def bad_inputs():
         "prune": lambda: sharded.prune([0]),
         "fold": lambda: sharded.fold_value_projection(),
         "reset": lambda: sharded.reset_parameters(),
+        "save": lambda: shard_heads(gpt.Gpt(gpt.Config(32, 4, 1, vocab=9, positions=3)), line).to_pretrained("nowhere"),
         "mask": lambda: sharded(x, over=Mask(torch.ones(2, 3, 3, dtype=torch.bool))),
         "bias": lambda: sharded(x, bias=torch.zeros(2, 3, 3)),
     }
@@ -440,6 +469,7 @@ MESSAGES = {
     "prune": "prune must be called before shard_heads",
     "fold": "fold_value_projection must be called before shard_heads",
     "reset": "reset_parameters must be called before shard_heads",
+    "save": "the model must be whole to be saved, got token_embedding.weight as a DTensor",
     "mask": "Mask: keep must be for all 4 heads, or the same for all of them, got 2 heads",
     "bias": "bias must be for all 4 heads, or the same for all of them, got 2 heads",
 }
