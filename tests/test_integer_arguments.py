@@ -135,7 +135,7 @@ ENTRIES = {
 }  # fmt: skip
 # methods that layers, kernels and optimizers call with sizes of tensors, and what is made by the library itself
 INTERNAL = re.compile(
-    r"(check|interval|allows_pairs|attention_axes|select_batch_rows|unpadded_queries|rotate|factor|move|step_rule|neighbourhood)\."
+    r"(check|interval|allows_pairs|attention_axes|select_batch_rows|unpadded_queries|rotate|factor|move|of_part|step_rule|neighbourhood)\."
     r"|^(Neighbourhood|Position|Score|Manifold|ConvolutionalAttention)\.|^Tokens\.(word_of|closing|unknown_id)$|^TransformerLayer\.norm$"
     r"|^Tokenizer\.decode"
 )

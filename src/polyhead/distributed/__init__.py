@@ -5,6 +5,7 @@ from polyhead.distributed.graph_part import GraphPart
 from polyhead.distributed.head_sharding import shard_heads
 from polyhead.distributed.item_kernels import Exchange, Ring
 from polyhead.distributed.item_shard import ItemShard, shard_items
+from polyhead.distributed.missing_ranks import RankWatch, wait_for_ranks
 from polyhead.distributed.part_files import LoadedPart, load_part, save_parts
 from polyhead.distributed.partition import Partition, partition
 from polyhead.distributed.view import gather, mean_mass, received
@@ -15,6 +16,7 @@ __all__ = [
     "ItemShard",
     "LoadedPart",
     "Partition",
+    "RankWatch",
     "Ring",
     "check_agreement",
     "fingerprint",
@@ -26,4 +28,5 @@ __all__ = [
     "save_parts",
     "shard_heads",
     "shard_items",
+    "wait_for_ranks",
 ]
