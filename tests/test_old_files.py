@@ -70,8 +70,10 @@ def test_an_optimizer_goes_on() -> None:
     optimizer.load_state_dict(held["optimizer"])
     layer(held["x"])[0].square().sum().backward()
     optimizer.step()
+    # a bias of keys moves no weight: its gradient is rounding, which differs between CPUs and which Adam scales up
     for name, wanted in held["after"].items():
-        torch.testing.assert_close(layer.state_dict()[name], wanted)
+        if name != "k_proj.bias":
+            torch.testing.assert_close(layer.state_dict()[name], wanted)
 
 
 def test_a_graph() -> None:
