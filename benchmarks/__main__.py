@@ -24,6 +24,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the requested cases that can run here; return 1 if a case failed, or if none can run."""
     parser = _parser()
     arguments = parser.parse_args(argv)
+    if "distributed" in arguments.names:
+        return _run_distributed(parser, arguments)
     try:
         cases = chosen(arguments.names)
     except ValueError as error:
@@ -46,6 +48,27 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     if arguments.json is not None:
         write(arguments.json, lines)
+    return 0
+
+
+def _run_distributed(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
+    """Run the table of several processes, whose lines are of another kind, by itself."""
+    # the processes that it starts import this file too
+    from benchmarks.distributed import run_distributed
+
+    if arguments.json is not None:
+        try:
+            _files.resolve_writable_path(arguments.json, "--json")
+        except (OSError, ValueError) as error:
+            parser.error(str(error))
+    torch.set_num_threads(1)
+    print(_header(), flush=True)
+    names = [name for name in arguments.names if name != "distributed"]
+    try:
+        run_distributed(names, arguments.repeats, arguments.json)
+    except (CaseError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
     return 0
 
 
@@ -94,7 +117,12 @@ def _parser() -> argparse.ArgumentParser:
         description="Compare Polyhead with its peers and with the floor. A case is timed only if its results are equal.",
     )
     known = ", ".join(TABLES)
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"a table ({known}), or a part of the names of cases")
+    parser.add_argument(
+        "names",
+        nargs="*",
+        metavar="NAME",
+        help=f"a table ({known}), or a part of the names of cases; distributed, alone or with parts of names, runs ranks",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the lines as a list of objects")
     parser.add_argument(
         "--repeats",
