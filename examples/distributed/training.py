@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from torch import Tensor, nn
 
-from polyhead.distributed import RankWatch
+from polyhead.distributed import RankWatch, init_process_group
 
 # Where stderr is not a terminal, about so many lines tell the progress.
 _LINES = 20
@@ -59,7 +59,7 @@ def positive(text: str) -> int:
 
 def train(arguments: argparse.Namespace, make_task: Callable[[argparse.Namespace], Task]) -> None:
     """Train from the newest checkpoint, or from the beginning, to the last step. Every rank must call it, under torchrun."""
-    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=arguments.timeout))
+    init_process_group("gloo", timeout=datetime.timedelta(seconds=arguments.timeout))
     torch.set_default_dtype(getattr(torch, arguments.dtype))
     # every rank starts from the same weights
     torch.manual_seed(arguments.seed)

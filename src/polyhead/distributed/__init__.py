@@ -8,6 +8,7 @@ from polyhead.distributed.item_shard import ItemShard, shard_items
 from polyhead.distributed.missing_ranks import RankWatch, wait_for_ranks
 from polyhead.distributed.part_files import LoadedPart, load_part, save_parts
 from polyhead.distributed.partition import Partition, partition
+from polyhead.distributed.process_group import init_process_group
 from polyhead.distributed.view import gather, mean_mass, received
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "check_agreement",
     "fingerprint",
     "gather",
+    "init_process_group",
     "load_part",
     "mean_mass",
     "partition",

@@ -216,6 +216,7 @@ class _Board:
         self._seconds = answer_seconds
         self._store: Any = self._connect()
         self.lost = False
+        self._open()
 
     @property
     def is_server(self) -> bool:
@@ -227,6 +228,14 @@ class _Board:
         store = store.clone()
         store.set_timeout(datetime.timedelta(seconds=self._seconds))
         return store
+
+    def _open(self) -> None:
+        """Refuse what an earlier start of the ranks has left in the store: it would be read as theirs of today."""
+        if self._store.add(f"{self._prefix}/opened/{self._group_rank}", 1) > 1:
+            raise RuntimeError(
+                "store must be one that no earlier start of these ranks has written to, got the one that torchrun keeps over its "
+                "restarts; use polyhead.distributed.init_process_group"
+            )
 
     def clone(self) -> _Board:
         """The same board by a connection of its own."""
