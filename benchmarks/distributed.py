@@ -71,7 +71,7 @@ def run_distributed(names: list[str], repeats: int | None, file: Path | None) ->
 
 def measure_case(pool: RankPool, case: RankCase, rounds: int) -> RankLine:
     """Compare, time in interleaved rounds, count what is sent, and measure memory in fresh processes."""
-    ranks = pool.run(_measure_on_rank, case.name, rounds)
+    ranks = pool.run(_measure_on_rank, case, rounds)
     difference = ranks[0].difference
     # this form also rejects NaN
     if not difference < TOLERANCE:
@@ -84,9 +84,9 @@ def measure_case(pool: RankPool, case: RankCase, rounds: int) -> RankLine:
     )
     # glibc returns freed memory at once, so that the peak is the memory in use; it would slow the timed runs
     with RankPool(1, _ALLOCATOR) as alone:
-        (one_peak,) = alone.run(_peak_on_rank, case.name, True)
+        (one_peak,) = alone.run(_peak_on_rank, case, True)
     with RankPool(2, _ALLOCATOR) as both:
-        rank_peak = max(both.run(_peak_on_rank, case.name, False))
+        rank_peak = max(both.run(_peak_on_rank, case, False))
     return RankLine(
         case=case.name, one_ms=one_ms, halves_ms=halves_ms, sharded_ms=sharded_ms,
         one_cpu_ms=1e3 * median(s.cpu for s in one), sharded_cpu_ms=1e3 * median(slowest("cpu", sharded)),
@@ -107,14 +107,8 @@ class RankSamples:
     sent: Sent
 
 
-def find_case(name: str) -> RankCase:
-    """The case of that name: ranks look it up by themselves."""
-    (case,) = (case for case in CASES if case.name == name)
-    return case
-
-
-def _measure_on_rank(name: str, rounds: int) -> RankSamples:
-    sides, first = find_case(name).setup(), dist.get_rank() == 0
+def _measure_on_rank(case: RankCase, rounds: int) -> RankSamples:
+    sides, first = case.setup(), dist.get_rank() == 0
     # the first call also makes the plan and connects the ranks
     sides.sharded()
     with counted() as sent_so_far:
@@ -143,8 +137,8 @@ def _largest_difference(expected: Results, found: Results) -> float:
     return largest
 
 
-def _peak_on_rank(name: str, alone: bool) -> float:
-    sides = find_case(name).setup()
+def _peak_on_rank(case: RankCase, alone: bool) -> float:
+    sides = case.setup()
     run: Any = sides.whole if alone else sides.sharded
     # plans, connections and the buffers of libraries belong to the set-up
     run()
