@@ -173,9 +173,11 @@ def compare_layer_in(case, dtype):
     if isinstance(over, Graph) and over.features is not None:
         over = graph(edge_features().to(dtype))
     x = torch.randn(BATCH, ITEMS, WIDTH)
-    want = run_and_differentiate(layer, x, over=over)
+    want, kernel = run_and_differentiate(layer, x, over=over), layer.explain(x, over=over).kernel
     shard_heads(layer, make_mesh())
     assert all(isinstance(p, DTensor) for p in layer.parameters())
+    # fast kernels know scores by their class
+    assert layer.explain(x, over=over).kernel == kernel
     return differences(run_and_differentiate(layer, x, over=over), want)
 
 

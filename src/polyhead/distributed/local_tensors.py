@@ -77,9 +77,12 @@ def own_tensor_names(module: nn.Module) -> Iterator[str]:
 def read_as_local(module: nn.Module, *bases: type) -> None:
     """Let a module read its DTensors as local tensors: its class becomes a subclass of `bases` and of its own class.
 
-    `parameters()` and `state_dict()` still return DTensors.
+    `parameters()` and `state_dict()` still return DTensors. A module that would gain nothing keeps its class, by which kernels know
+    it.
     """
     kind: Any = type(module)
+    if not bases and not is_distributed(module):
+        return
     module.__class__ = _local_class(kind, bases, tuple(vars(module).get(_VIEWS, {})))
 
 
