@@ -181,7 +181,8 @@ class Heads(TensorInterface):
             raise ValueError(f"metrics must be among {known}, ('contribution', …), got {metric!r}")
         if name == "mass":
             self._check_mass_shape(arguments[0])
-            request = mass_request(arguments[0], len(part.indices("queries")), part.num_keys, self.device)
+            queries = len(part.indices("queries"))
+            request = mass_request(arguments[0], queries, part.num_keys, part.first_key, self.device)
             return request._replace(contribution=contribution)
         if name == "top":
             arguments = [check_integer("k", arguments[0], 1, part.num_keys, hint=f"there are {part.num_keys} keys")]

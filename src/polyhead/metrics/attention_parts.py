@@ -38,6 +38,11 @@ class DensePart(NamedTuple):
         return self.shape[-1]
 
     @property
+    def first_key(self) -> int | None:
+        """The index of the first key of the whole attention; None if it is not here."""
+        return 0
+
+    @property
     def is_selection(self) -> bool:
         """Whether queries or keys are selected."""
         return self.queries is not None or self.keys is not None
@@ -98,6 +103,13 @@ class EdgePart(NamedTuple):
     @property
     def num_keys(self) -> int:
         return self.call.sizes.keys
+
+    @property
+    def first_key(self) -> int | None:
+        if self.graph.item_indices is None:
+            return 0
+        place = (self.graph.item_indices[1] == 0).nonzero()
+        return int(place[0]) if len(place) else None
 
     @property
     def is_selection(self) -> bool:

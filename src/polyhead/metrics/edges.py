@@ -32,6 +32,10 @@ def distance(part: EdgePart) -> Float[Tensor, "... heads queries"]:
 
 def _edge_offsets(part: EdgePart) -> Int[Tensor, " edges"]:
     source, destination = part.edge_index
+    if part.graph.item_indices is not None:
+        # of a graph on several ranks: nodes count as in the whole graph
+        query, key = part.graph.item_indices
+        return key[source] - query[destination]
     return source - destination - (part.graph.sources - part.graph.destinations)
 
 
