@@ -47,14 +47,22 @@ def select_heads(over: Neighbourhood, heads: HeadRange, *, batched: bool) -> Nei
     return SomeHeads(over, heads)
 
 
+def head_axis(over: Neighbourhood) -> int:
+    """The axis of heads in a bias on the scores: before queries and keys, or before edges."""
+    return -len(over.attention_axes(1, 1, 1)[1])
+
+
 def select_bias_heads(
-    bias: Float[Tensor, "... #heads #queries #keys"], heads: HeadRange
-) -> Float[Tensor, "... #own_heads #queries #keys"]:
+    bias: Float[Tensor, "... #heads #queries #keys"] | Float[Tensor, "... #heads edges"],
+    over: Neighbourhood,
+    heads: HeadRange,
+) -> Float[Tensor, "... #own_heads #queries #keys"] | Float[Tensor, "... #own_heads edges"]:
     """The part of a bias on the scores that is for these heads."""
-    if bias.dim() < 3 or bias.shape[-3] == 1:
+    axis = head_axis(over)
+    if bias.dim() < -axis or bias.shape[axis] == 1:
         return bias
-    _check_heads("bias", bias.shape[-3], heads.total)
-    return bias.narrow(-3, heads.first, heads.size)
+    _check_heads("bias", bias.shape[axis], heads.total)
+    return bias.narrow(axis, heads.first, heads.size)
 
 
 class SomeHeads(Neighbourhood):

@@ -73,7 +73,7 @@ class ShardedAttention(MultiHeadAttention):
         over = select_heads(over, heads, batched=isinstance(query, Tensor) and query.dim() > 2)
         if isinstance(bias, Tensor):
             (bias,) = self._sum_gradients(bias)
-            bias = select_bias_heads(bias, heads)
+            bias = select_bias_heads(bias, over, heads)
         query, key, value = self._sum_gradients(query, key, value)
         return super()._project_into_call(query, key, value, options._replace(over=over, bias=bias), cache)
 
