@@ -17,7 +17,13 @@ from torch.nn.utils import parametrize
 from polyhead._checks import WrongType, describe_type
 from polyhead.distributed.agreement import check_agreement
 from polyhead.distributed.local_heads import HeadRange
-from polyhead.distributed.local_tensors import LocalView, Tensors, own_tensor_names, read_as_local
+from polyhead.distributed.local_tensors import (
+    LocalView,
+    Tensors,
+    keep_whole_fields,
+    own_tensor_names,
+    read_as_local,
+)
 from polyhead.distributed.sharded_modules import (
     HeadPart,
     LocalLinear,
@@ -181,6 +187,7 @@ class _Sharder:
                     )
                 for name in names:
                     self._distribute_per_head(part, whole, name)
+                keep_whole_fields(part, whole)
                 # kernels know scores by their class: they receive a `local_twin`
                 self._finish(part, *(() if isinstance(part, Score) else (type(part),)))
             self._per_head[module] = own

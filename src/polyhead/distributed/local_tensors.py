@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from jaxtyping import Int
@@ -14,8 +14,12 @@ from torch.distributed.tensor import DTensor, Placement, distribute_tensor
 
 from polyhead.distributed.reductions import sum_gradient_over_ranks
 
-# the attribute of a module that holds its views
-_VIEWS = "_local_views"
+Module = TypeVar("Module", bound=nn.Module)
+
+# the attributes of a module that hold its views, and what it holds for all heads besides tensors
+_VIEWS, _WHOLE_FIELDS = "_local_views", "_whole_fields"
+
+_MODULE_STORES = ("_parameters", "_buffers", "_modules")
 
 
 class LocalView(NamedTuple):
@@ -95,6 +99,24 @@ def local_twin(module: nn.Module) -> nn.Module:
     for store in ("_parameters", "_buffers"):
         own: dict[str, Any] = vars(module)[store]
         vars(twin)[store] = {name: _read_local(module, name) for name in own}
+    return twin
+
+
+def keep_whole_fields(module: nn.Module, whole: nn.Module) -> None:
+    """Let a module with some heads remember what the module with all heads holds besides tensors, such as their number."""
+    vars(module)[_WHOLE_FIELDS] = {name: x for name, x in vars(whole).items() if name not in _MODULE_STORES}
+
+
+def whole_twin(module: Module) -> Module:
+    """A module of the same class that has whole tensors, without gradients. Every rank must call it."""
+    if not any(is_distributed(part) for part in module.modules()):
+        return module
+    twin = object.__new__(type(module))
+    twin.__dict__.update(vars(module) | vars(module).get(_WHOLE_FIELDS, {}))
+    vars(twin)["_modules"] = {name: None if x is None else whole_twin(x) for name, x in module._modules.items()}
+    for store in ("_parameters", "_buffers"):
+        own: dict[str, Any] = vars(module)[store]
+        vars(twin)[store] = {name: x.full_tensor().detach() if isinstance(x, DTensor) else x for name, x in own.items()}
     return twin
 
 

@@ -11,6 +11,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from polyhead.distributed.all_heads import AllHeads
 from polyhead.distributed.local_heads import HeadRange, select_bias_heads, select_heads
 from polyhead.distributed.local_tensors import local_twin
 from polyhead.distributed.reductions import gather_features, sum_gradient_over_ranks, sum_over_ranks
@@ -69,13 +70,18 @@ class ShardedAttention(MultiHeadAttention):
         cache: KeyValueCache | None,
     ) -> tuple[Call, Unpadding | None]:  # fmt: skip
         heads = self.head_part.heads
-        over, bias = as_neighbourhood(options.over), options.bias
-        over = select_heads(over, heads, batched=isinstance(query, Tensor) and query.dim() > 2)
+        whole, bias = as_neighbourhood(options.over), options.bias
+        over = select_heads(whole, heads, batched=isinstance(query, Tensor) and query.dim() > 2)
         if isinstance(bias, Tensor):
             (bias,) = self._sum_gradients(bias)
-            bias = select_bias_heads(bias, over, heads)
+            bias = select_bias_heads(bias, whole, heads)
+        whole = whole.bind_self_attention(key is None or key is query)
+        all_heads = AllHeads(self.head_part.ranks.mesh, whole, self.score)
+        assert options.global_indices is not None
+        indices = options.global_indices._replace(all_heads=all_heads)
         query, key, value = self._sum_gradients(query, key, value)
-        return super()._project_into_call(query, key, value, options._replace(over=over, bias=bias), cache)
+        options = options._replace(over=over, bias=bias, global_indices=indices)
+        return super()._project_into_call(query, key, value, options, cache)
 
     def project_kv(
         self, key: Float[Tensor, "... keys d_key"], value: Float[Tensor, "... keys d_value"] | None = None

@@ -1,48 +1,100 @@
-"""Views of heads that lie on several ranks: the whole where somebody asks for it, sums over ranks elsewhere."""
+"""Views of heads that lie on several ranks: the whole where somebody asks for it, sums over ranks elsewhere.
+
+The heads of a call may be divided over ranks, and its items or nodes too, over other ranks.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import overload
+
+import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from polyhead._checks import describe_type
+from polyhead._checks import WrongType, describe_type
+from polyhead.distributed.all_heads import AllHeads
+from polyhead.distributed.graph_part import GraphPart
 from polyhead.distributed.item_heads import gather_item_heads, item_mean_mass, item_received
 from polyhead.distributed.item_shard import ItemShard
+from polyhead.distributed.node_heads import gather_node_heads, node_mean_mass, node_received
 from polyhead.heads import Heads
 
 
-def gather(heads: Heads) -> Heads:
+@overload
+def gather(heads: Heads) -> Heads: ...
+
+
+@overload
+def gather(heads: Mapping[str, Heads]) -> dict[str, Heads]: ...
+
+
+@torch.no_grad()
+def gather(heads: Heads | Mapping[str, Heads]) -> Heads | dict[str, Heads]:
     """A view of the whole attention, on every rank, from the parts of all of them; without gradients.
 
-    Every rank must call it. It sends all queries, keys and values, and holds them: for pictures and small inputs.
+    Every rank must call it. It sends all queries, keys and values, and every rank holds them: for pictures and small inputs.
+    Heads that are whole already are returned as they are.
+
+    Args:
+        heads: what a layer returns, or what `capture` has recorded: layers by name.
     """
-    _check_sharded(heads)
-    return gather_item_heads(heads)
+    if isinstance(heads, Mapping):
+        return {name: gather(view) for name, view in heads.items()}
+    all_heads = _check_whole_view(heads)
+    whole = heads if all_heads is None else all_heads.gather(heads)
+    if isinstance(whole.over, ItemShard):
+        return gather_item_heads(whole)
+    return gather_node_heads(whole) if isinstance(whole.over, GraphPart) else whole
 
 
+@torch.no_grad()
 def received(heads: Heads) -> Float[Tensor, "... heads keys"]:
     """`heads.received()` of the whole attention, on every rank: sums over own queries are added up, nothing is gathered.
 
     Every rank must call it.
     """
-    _check_sharded(heads)
-    return item_received(heads)
+    all_heads = _check_whole_view(heads)
+    if isinstance(heads.over, ItemShard):
+        own = item_received(heads)
+    else:
+        own = node_received(heads) if isinstance(heads.over, GraphPart) else heads.received()
+    return own if all_heads is None else all_heads.concatenate(own, -2)
 
 
+@torch.no_grad()
 def mean_mass(heads: Heads, on: str | int | Bool[Tensor, " keys"]) -> Float[Tensor, "... heads"]:
     """`heads.mass(on).mean(-1)` of the whole attention, on every rank: the mean weight of all queries on certain keys.
+
+    Every rank must call it.
 
     Args:
         on: `"self"`, `"previous"`, `"next"` or `"first"`; or the offset of the key from the query; or a bool tensor of all keys.
     """
-    _check_sharded(heads)
-    return item_mean_mass(heads, on)
+    all_heads = _check_whole_view(heads)
+    if isinstance(heads.over, ItemShard):
+        own = item_mean_mass(heads, on)
+    else:
+        own = node_mean_mass(heads, on) if isinstance(heads.over, GraphPart) else heads.mass(on).mean(-1)
+    return own if all_heads is None else all_heads.concatenate(own, -1)
 
 
-def _check_sharded(heads: Heads) -> None:
+def _check_whole_view(heads: Heads) -> AllHeads | None:
+    """What finds the heads of other ranks, if there are such heads. Raises unless `heads` is the view of a call, unchanged."""
     if not isinstance(heads, Heads):
-        raise ValueError(f"heads must be the view that a layer returns, got {describe_type(heads)}")
-    if not isinstance(heads.part.call.over, ItemShard):
+        raise WrongType(f"heads must be the view that a layer returns, got {describe_type(heads)}")
+    call, *selected = heads.part
+    if any(x is not None for x in selected):
         raise ValueError(
-            f"heads must be those of a call over=shard_items(…), got {heads.part.call.over!r}; they are whole already"
+            "heads must be the view of a whole call, got a selection or contributions; take them of what gather returns"
         )
+    heads.check_unchanged()
+    at = call.global_indices
+    if at is None or at.num_heads is None:
+        return None
+    if at.all_heads is None:
+        raise ValueError(
+            "heads must be on the ranks that computed them, got a copy that was loaded; gather them before they are saved"
+        )
+    found: AllHeads = at.all_heads
+    return found

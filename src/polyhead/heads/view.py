@@ -136,6 +136,10 @@ class Heads(TensorInterface):
         """The outputs of all heads, W_O and the gate. For tools."""
         return self._origin
 
+    def check_unchanged(self) -> None:
+        """Raise where a tensor that the view refers to has changed since the call. For tools."""
+        self._part_if_unchanged(*WATCHED_TENSORS)
+
     @property
     def is_self_attention(self) -> bool | None:
         """Whether queries and keys are the same items; None if that is not known."""
@@ -366,8 +370,8 @@ class Heads(TensorInterface):
         return (w.float() if w.dtype == torch.bfloat16 else w).numpy()
 
     def _copy_tensors(self, copy_tensor: Callable[[Tensor], Tensor]) -> Heads:
-        self._part_if_unchanged(*WATCHED_TENSORS)
-        copied: Heads = pytree.tree_map(copy_tensor, self._with_part(self._part))
+        self.check_unchanged()
+        copied: Heads = pytree.tree_map_only(Tensor, copy_tensor, self._with_part(self._part))
         part = copied._part
         copied._part = part._replace(call=part.call._replace(score=copy.deepcopy(part.call.score)))
         return copied

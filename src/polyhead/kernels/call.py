@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from jaxtyping import Float, Int
@@ -23,6 +23,8 @@ class GlobalIndices(NamedTuple):
     """The heads of the whole attention; None if the call has all of them."""
     queries: Int[Tensor, " queries"] | None = None
     keys: Int[Tensor, " keys"] | None = None
+    all_heads: Any = None
+    """What finds the heads that are computed elsewhere, for `polyhead.distributed.gather`."""
 
 
 class Call(NamedTuple):
@@ -56,7 +58,7 @@ class Call(NamedTuple):
     @property
     def item_indices(self) -> tuple[Int[Tensor, " queries"] | None, Int[Tensor, " keys"] | None]:
         """The indices of queries and keys in the whole attention; None where they count from 0."""
-        return (None, None) if self.global_indices is None else self.global_indices[2:]
+        return (None, None) if self.global_indices is None else self.global_indices[2:4]
 
     @property
     def sizes(self) -> Sizes:
