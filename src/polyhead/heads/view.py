@@ -185,9 +185,7 @@ class Heads(TensorInterface):
             raise ValueError(f"metrics must be among {known}, ('contribution', …), got {metric!r}")
         if name == "mass":
             self._check_mass_shape(arguments[0])
-            queries = len(part.indices("queries"))
-            request = mass_request(arguments[0], queries, part.num_keys, part.first_key, self.device)
-            return request._replace(contribution=contribution)
+            return mass_request(arguments[0], part)._replace(contribution=contribution)
         if name == "top":
             arguments = [check_integer("k", arguments[0], 1, part.num_keys, hint=f"there are {part.num_keys} keys")]
         if name == "heatmap":
@@ -315,10 +313,9 @@ class Heads(TensorInterface):
         if tokens is not None and not isinstance(tokens, Sequence):
             raise WrongType(f"tokens must be a list of names, got {describe_type(tokens)}")
         if around is None and image is None and at is None and grid is None:
-            indices = self._part.indices("heads").tolist()
-            return plot_heat_maps(
-                self._row_heatmaps(batch, 256 if size is None else size), indices, tokens, self._extent(), measure
-            )
+            heads, queries, keys = (self._part.indices(axis) for axis in ("heads", "queries", "keys"))
+            maps = self._row_heatmaps(batch, 256 if size is None else size)
+            return plot_heat_maps(maps, heads.tolist(), tokens, (len(queries), len(keys)), measure)
         for name, value in (("tokens", tokens), ("size", size)):
             if value is not None:
                 raise ValueError(
@@ -340,11 +337,6 @@ class Heads(TensorInterface):
         if not self.shape.numel():
             return text.escape(repr(self))
         return heat_maps_html(self._row_heatmaps(0, 64), self._part.indices("heads").tolist(), repr(self))
-
-    def _extent(self) -> tuple[int, int]:
-        """The number of queries and keys in a picture."""
-        part = self._part
-        return len(part.indices("queries")), len(part.indices("keys"))
 
     def _quantity_name(self) -> str:
         return "weight" if self._part.contribution_norm is None else "contribution"

@@ -31,8 +31,9 @@ KeysToSum = str | int | Tensor
 """The keys whose mass is summed: see `Heads.mass`."""
 
 
-def mass_request(on: KeysToSum, queries: int, keys: int, first_key: int | None, device: torch.device) -> MetricRequest:
-    """The request for the weight of each query on the keys `on`; `first_key` is the index of the first one, if it is here."""
+def mass_request(on: KeysToSum, part: Part) -> MetricRequest:
+    """The request for the weight of each query of a part on the keys `on`."""
+    queries, keys, device = len(part.indices("queries")), part.num_keys, part.call.q.device
     if isinstance(on, Tensor):
         if on.dtype == torch.bool and on.dim() and on.shape[-1] == keys:
             return MetricRequest("mass_on_keys", (on.to(device),))
@@ -43,7 +44,7 @@ def mass_request(on: KeysToSum, queries: int, keys: int, first_key: int | None, 
             f"query, got {on.dtype} of shape {tuple(on.shape)}"
         )
     if on == "first":
-        place = -1 if first_key is None else first_key
+        place = -1 if part.first_key is None else part.first_key
         return MetricRequest("mass_at_key", (torch.full((queries,), place, dtype=torch.long, device=device),))
     offset: Any = _NAMED_OFFSETS.get(on) if isinstance(on, str) else on
     if not is_integer(offset):
