@@ -14,8 +14,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 
-def sum_over_ranks(x: Float[Tensor, "*any"], group: dist.ProcessGroup) -> Float[Tensor, "*any"]:
-    """The sum of the ranks' tensors, on every rank."""
+def sum_over_ranks(x: Float[Tensor, "*any"], group: dist.ProcessGroup, *, owned: bool = False) -> Float[Tensor, "*any"]:
+    """The sum of the ranks' tensors, on every rank; in the memory of `x` where it is `owned`, and nothing is differentiated."""
+    if owned and not torch.is_grad_enabled() and x.is_contiguous() and x.dtype in (torch.float32, torch.float64):
+        dist.all_reduce(x, group=group)
+        return x
     y: Tensor = _Sum.apply(x, group)
     return y
 

@@ -148,5 +148,5 @@ class RowwiseLinear(nn.Linear):
     ranks: MeshAxis
 
     def forward(self, x: Float[Tensor, "... own_features"]) -> Float[Tensor, "... out"]:
-        y = sum_over_ranks(linear(x, self.weight), self.ranks.group)
+        y = sum_over_ranks(linear(x, self.weight), self.ranks.group, owned=True)
         return y if self.bias is None else y + self.bias

@@ -65,8 +65,10 @@ class FeedForward(nn.Module):
     def forward(self, x: Float[Tensor, "... d_model"]) -> Float[Tensor, "... d_model"]:
         act = ACTIVATIONS[self.activation]
         with explain_input_mismatch(self, self.up.in_features, x=x):
-            up = apply_linear(self.up, x)
-            return apply_linear(self.down, act(up) if self.gate is None else act(apply_linear(self.gate, x)) * up)
+            # one name: the larger of the two is not kept while `down` runs
+            hidden = apply_linear(self.up, x)
+            hidden = act(hidden) if self.gate is None else act(apply_linear(self.gate, x)) * hidden
+            return apply_linear(self.down, hidden)
 
     def extra_repr(self) -> str:
         return f"activation={self.activation!r}"
