@@ -9,7 +9,7 @@ from rank_pool import run_on_threads
 from torch.distributed.device_mesh import init_device_mesh
 
 from polyhead import Causal, Grid, Mask, MultiHeadAttention, Segments, Window, attend, explain
-from polyhead.distributed import exchange_transport, item_attention, shard_items
+from polyhead.distributed import exchange_transport, head_pieces, item_attention, shard_items
 from polyhead.distributed.item_layout import ItemLayout
 from polyhead.neighbourhood import Sizes
 
@@ -84,6 +84,31 @@ def test_exchange_sends_only_what_is_seen(name, order, four_ranks):
     assert sum(sum(backward) for _, backward, _ in results) == needed * row
     for forward, _, text in results:
         assert text.startswith("exchange: ")
+        assert f" {sum(forward):,} bytes, in {len(forward)} messages" in text
+
+
+def hold_a_few_heads():
+    """What this rank sends, and the most rows of others that it holds, where heads are exchanged one after the other."""
+    with pytest.MonkeyPatch.context() as monkey:
+        monkey.setattr(head_pieces, "MAX_PIECE_BYTES", 1)
+        held, start = [], exchange_transport.start_send
+
+        def note(rows, *args):
+            held.append(rows.shape[1])
+            return start(rows, *args)
+
+        monkey.setattr(exchange_transport, "start_send", note)
+        forward, backward, text = run_counted("window", "contiguous", "exchange")
+    return forward, backward, text, set(held)
+
+
+def test_heads_are_exchanged_one_after_the_other_where_they_need_much_memory(four_ranks):
+    found, whole = four_ranks.run(hold_a_few_heads), four_ranks.run(run_counted, "window", "contiguous", "exchange")
+    for (forward, backward, text, widths), (all_forward, all_backward, _) in zip(found, whole, strict=True):
+        # k and v of one head, in two rows of the batch
+        assert widths == {2 * 2 * DIM}
+        assert len(forward) == HEADS * len(all_forward) and sum(forward) == sum(all_forward)
+        assert sum(backward) == sum(all_backward)
         assert f" {sum(forward):,} bytes, in {len(forward)} messages" in text
 
 

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
+from polyhead.distributed.head_pieces import HeadPiece, join_gradients, select_heads, select_piece
 from polyhead.distributed.item_plan import Block
 from polyhead.kernels import Call
 from polyhead.kernels.call import GlobalIndices, flatten_batch_unless_shared
@@ -59,6 +60,17 @@ class Terms(NamedTuple):
         ]
         return Terms(own[0], own[1], self.learned)
 
+    def select_heads(self, piece: HeadPiece, number: int) -> Terms:
+        """The terms of some of `number` heads, as leaves."""
+        table = select_heads(self.relative_bias, 0, piece.q, number)
+        bias = select_heads(self.bias, 1, piece.q, number)
+        return Terms(table, bias).with_gradients(tuple(x is not None and x.requires_grad for x in self[:2]))
+
+    def join_gradients(self, found: list[list[Tensor | None]]) -> list[Tensor | None]:
+        """The gradients of `tensors`, from those of the terms of each piece."""
+        pairs = [(axis, x) for axis, x in enumerate(self[:2]) if x is not None and x.requires_grad]
+        return [join_gradients([own[i] for own in found], x, axis) for i, (axis, x) in enumerate(pairs)]
+
     def tensors(self) -> list[Tensor]:
         """Those that need gradients, in order."""
         return [x for x in (self.relative_bias, self.bias, *self.learned) if x is not None and x.requires_grad]
@@ -98,6 +110,10 @@ class ItemProblem(NamedTuple):
             global_indices=at._replace(queries=query_index, keys=key_index),
         )  # fmt: skip
 
+    def select_heads(self, piece: HeadPiece) -> ItemProblem:
+        """The problem for some heads."""
+        return self._replace(call=select_piece(self.call, piece))
+
     def attend(self, block: Block, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """The output and the log-sum-exp of a block; k and v are the tensors that its keys are places in."""
         terms = Terms(self.call.relative_bias, self.call.bias)
@@ -125,6 +141,10 @@ class Rows(NamedTuple):
         d_lse = None if self.d_lse is None else self.d_lse[..., queries]
         return Rows(self.out[..., queries, :], self.lse[..., queries], self.d_out[..., queries, :], d_lse)
 
+    def select_heads(self, heads: slice) -> Rows:
+        d_lse = None if self.d_lse is None else self.d_lse[:, heads]
+        return Rows(self.out[:, heads], self.lse[:, heads], self.d_out[:, heads], d_lse)
+
 
 def block_gradients(
     problem: ItemProblem, block: Block, k: Tensor, v: Tensor, terms: Terms, rows: Rows
@@ -148,7 +168,7 @@ def _tiled_gradients(call: Call, rows: Rows) -> tuple[list[Tensor], list[Tensor]
     arguments = Tiled().operator_arguments(call)
     v = arguments[2]
     # the operator pads keys or values to one width, and so its output
-    out, d_out = (F.pad(x, (0, v.shape[-1] - x.shape[-1])).to(v.dtype) for x in (rows.out, rows.d_out))
+    out, d_out = (_pad_features(x, v.shape[-1]).to(v.dtype) for x in (rows.out, rows.d_out))
     inputs = [*arguments[:3], arguments[6], arguments[7]]
     needed = [x is not None and x.requires_grad for x in inputs]
     with torch.no_grad():
@@ -157,6 +177,11 @@ def _tiled_gradients(call: Call, rows: Rows) -> tuple[list[Tensor], list[Tensor]
         found = torch.ops.polyhead.tiled_backward(d_out, d_lse, out, rows.lse, *detached, needed)
     pairs = [(x, g) for x, g, need in zip(inputs, found, needed, strict=True) if need and x is not None]
     return [x for x, _ in pairs], [g for _, g in pairs]
+
+
+def _pad_features(x: Tensor, width: int) -> Tensor:
+    # F.pad copies even where nothing is added
+    return x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))
 
 
 def _recomputed_gradients(call: Call, rows: Rows) -> tuple[list[Tensor], list[Tensor]]:

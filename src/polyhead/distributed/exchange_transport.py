@@ -5,47 +5,82 @@ from __future__ import annotations
 import torch.distributed as dist
 from torch import Tensor
 
-from polyhead.distributed.block_attention import ItemProblem
-from polyhead.distributed.item_attention import GradientSum
+from polyhead.distributed.block_attention import ItemProblem, Rows, Terms
+from polyhead.distributed.head_pieces import cut_heads
+from polyhead.distributed.item_attention import Gradients, GradientSum
 from polyhead.distributed.item_plan import ItemPlan
 from polyhead.distributed.key_value_rows import KeyValueRows
-from polyhead.distributed.row_exchange import add_returned, start_return, start_send
-from polyhead.distributed.row_sums import RowMerge
+from polyhead.distributed.row_exchange import PendingRows, start_return, start_send
+from polyhead.distributed.row_sums import RowMerge, empty_merge, empty_rows
 
 
 class ExchangeTransport:
-    """Own keys are attended to while the others' are under way; their gradients travel back while own ones are computed."""
+    """Own keys are attended to while the others' are under way; their gradients travel back while own ones are computed.
 
-    def __init__(self, plan: ItemPlan, group: dist.ProcessGroup) -> None:
-        self.plan, self.group = plan, group
+    Heads may be exchanged in several pieces, one after the other, so that a rank never holds the others' keys for all heads.
+    """
 
-    def forward(self, problem: ItemProblem, merge: RowMerge) -> tuple[Tensor, ...]:
+    def __init__(self, plan: ItemPlan, group: dist.ProcessGroup, pieces: int = 1) -> None:
+        self.plan, self.group, self.pieces = plan, group, pieces
+
+    def forward(self, problem: ItemProblem, saves: bool) -> tuple[tuple[Tensor, Tensor], list[Tensor]]:
+        call, saved = problem.call, []
+        whole = None if self.pieces == 1 else empty_merge(call.q, call.v.shape[-1])
+        parts = cut_heads(call, self.pieces)
+        pending = self._start(problem.select_heads(parts[0]))
+        for number, piece in enumerate(parts):
+            part = problem.select_heads(piece)
+            k, v = part.call.k, part.call.v
+            merge = RowMerge(part.call.q, v, None if whole is None else (whole[0][:, piece.q], whole[1][:, piece.q]))
+            for block in self.plan.own_blocks:
+                merge.add(block.queries, *part.attend(block, k, v))
+            received = self._in_order(pending.wait())
+            if number + 1 < self.pieces:
+                pending = self._start(problem.select_heads(parts[number + 1]))
+            k, v = KeyValueRows(k, v).unpack(received)
+            for block in self.plan.received_blocks:
+                merge.add(block.queries, *part.attend(block, k, v))
+            result = merge.result()
+            if saves:
+                saved.append(received)
+        return result if whole is None else whole, saved
+
+    def backward(self, problem: ItemProblem, terms: Terms, rows: Rows, saved: tuple[Tensor, ...]) -> Gradients:
+        if self.pieces == 1:
+            return self._piece_backward(problem, terms, rows, saved[0], None)
+        call = problem.call
+        values_are_keys = call.v is call.k
+        whole = [empty_rows(x) for x in ((call.q, call.k) if values_are_keys else (call.q, call.k, call.v))]
+        found: list[list[Tensor | None]] = []
+        for piece, received in zip(cut_heads(call, self.pieces), saved, strict=True):
+            target = tuple(x[:, heads] for x, heads in zip(whole, piece, strict=False))
+            part = problem.select_heads(piece)
+            own_terms = terms.select_heads(piece, call.q.shape[-3])
+            found.append(self._piece_backward(part, own_terms, rows.select_heads(piece.q), received, target).terms)
+        d_terms = terms.join_gradients(found)
+        return Gradients(whole[0], whole[1], None if values_are_keys else whole[2], d_terms)
+
+    def _piece_backward(
+        self, problem: ItemProblem, terms: Terms, rows: Rows, received: Tensor, target: tuple[Tensor, ...] | None
+    ) -> Gradients:
+        """The gradients of some heads, in the memory of `target` if given: those of q and k, and of v if it is not k."""
         k, v = problem.call.k, problem.call.v
-        rows = KeyValueRows(k, v)
-        pending = start_send(rows.pack(k, v, self.plan.rows.send), self.plan.rows, self.group)
-        for block in self.plan.own_blocks:
-            merge.add(block.queries, *problem.attend(block, k, v))
-        received = self._in_order(pending.wait())
-        k, v = rows.unpack(received)
+        layout = KeyValueRows(k, v)
+        gradients = GradientSum(problem, terms, rows, None if target is None else target[0])
+        d_received = layout.sum_of_rows(len(received), k)
         for block in self.plan.received_blocks:
-            merge.add(block.queries, *problem.attend(block, k, v))
-        return (received,)
-
-    def backward(
-        self, problem: ItemProblem, gradients: GradientSum, saved: tuple[Tensor, ...]
-    ) -> tuple[Tensor, Tensor | None]:
-        k, v = problem.call.k, problem.call.v
-        rows, (received,) = KeyValueRows(k, v), saved
-        d_received, d_own = rows.empty_sum(len(received), k), rows.empty_sum(k.shape[-2], k)
-        for block in self.plan.received_blocks:
-            gradients.add(block, *rows.unpack(received), d_received)
-        pending = start_return(self._by_sender(d_received.total()), self.plan.rows, self.group)
+            gradients.add(block, *layout.unpack(received), d_received)
+        pending = start_return(self._by_sender(d_received.total_rows()), self.plan.rows, self.group)
+        del d_received
+        d_own = layout.own_sum(k, v, None if target is None else target[1:])
         for block in self.plan.own_blocks:
             gradients.add(block, k, v, d_own)
-        total = d_own.total()
-        add_returned(total, pending.wait(), self.plan.rows)
-        dk, dv = rows.unpack(total)
-        return dk, None if rows.values_are_keys else dv
+        d_own.add_rows(self.plan.rows.send, pending.wait())
+        return gradients.total(*d_own.total())
+
+    def _start(self, problem: ItemProblem) -> PendingRows:
+        k, v = problem.call.k, problem.call.v
+        return start_send(KeyValueRows(k, v).pack(k, v, self.plan.rows.send), self.plan.rows, self.group)
 
     def _in_order(self, rows: Tensor) -> Tensor:
         """Rows grouped by sender, in the order of the sequence."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+
 from polyhead.distributed.exchange_transport import ExchangeTransport
+from polyhead.distributed.head_pieces import count_pieces
 from polyhead.distributed.item_attention import attend_items
 from polyhead.distributed.item_plan import ItemPlan
 from polyhead.distributed.item_shard import ItemShard
@@ -22,17 +25,21 @@ class _ItemKernel:
 
     def __call__(self, call: Call) -> OutputAndLse:
         assert isinstance(call.over, ItemShard)
-        plan, group = _plan(call).plan, call.over.group
-        transport = ExchangeTransport(plan, group) if isinstance(plan, ItemPlan) else RingTransport(plan, group)
+        made, group = _plan(call), call.over.group
+        plan = made.plan
+        transport = (
+            ExchangeTransport(plan, group, _pieces(call, made))
+            if isinstance(plan, ItemPlan)
+            else RingTransport(plan, group)
+        )
         return attend_items(call, transport, call.over.layouts, group)
 
     def describe_messages(self, call: Call) -> str:
         """What this rank sends in the forward pass of a call, and why so."""
         plan = _plan(call)
-        k = flatten_batch(call.k)
-        rows = KeyValueRows(k, k if call.v is call.k else flatten_batch(call.v))
-        size = plan.sent_rows * rows.features * call.k.element_size()
-        return f"{plan.sent_rows} keys, {size:,} bytes, in {plan.messages} messages: {plan.reason}"
+        size = plan.sent_rows * _row_bytes(call)
+        messages = plan.messages * (_pieces(call, plan) if plan.name == "exchange" else 1)
+        return f"{plan.sent_rows} keys, {size:,} bytes, in {messages} messages: {plan.reason}"
 
 
 class Exchange(_ItemKernel):
@@ -50,6 +57,21 @@ class Ring(_ItemKernel):
 def _plan(call: Call) -> TransportPlan:
     assert isinstance(call.over, ItemShard)
     return call.over.plan(call)
+
+
+def _row_bytes(call: Call) -> int:
+    """The bytes of one key and its value, in the whole batch and all heads."""
+    k = flatten_batch(call.k)
+    rows = KeyValueRows(k, k if call.v is call.k else flatten_batch(call.v))
+    return rows.features * call.k.element_size()
+
+
+def _pieces(call: Call, plan: TransportPlan) -> int:
+    """In how many pieces the heads are exchanged."""
+    assert isinstance(call.over, ItemShard)
+    row = math.prod(call.sizes.batch) * call.sizes.heads * call.v.shape[-1] * call.q.element_size()
+    output = max(call.over.layouts.queries.counts()) * row
+    return count_pieces(call, plan.most_received * _row_bytes(call), output, plan.threads)
 
 
 register_kernels(ItemShard, (Exchange(), Ring()))

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
+import torch
+
 from polyhead.distributed.item_plan import MAX_CHECKED_PAIRS, Intervals, ItemPlan, Layouts, make_item_plan
 from polyhead.distributed.ring_plan import RingPlan, make_ring_plan
 from polyhead.neighbourhood import Neighbourhood
@@ -20,6 +22,10 @@ class TransportPlan(NamedTuple):
     name: TransportName
     plan: ItemPlan | RingPlan
     reason: str
+    most_received: int
+    """The keys that an exchange sends to the rank which receives most."""
+    threads: int
+    """Of the rank that has most."""
 
     @property
     def sent_rows(self) -> int:
@@ -51,19 +57,19 @@ def make_transport_plan(
     pairs = int(intervals.pairs_per_query().sum()) * heads
     # keys inside an interval that nobody may see are found by looking at single pairs, unless these are too many
     checked = heads if not over.exact and pairs <= MAX_CHECKED_PAIRS else None
-    make_exchange = lambda: make_item_plan(over, layouts, rank, intervals, checked)
-    make_ring = lambda: make_ring_plan(layouts, rank, intervals)
-    if transport is not None:
-        return TransportPlan(transport, make_exchange() if transport == "exchange" else make_ring(), "as asked for")
-    exchange, block = make_exchange(), max(layouts.keys.counts())
-    (held,) = largest((exchange.rows.received,))
+    if transport == "ring":
+        return TransportPlan("ring", make_ring_plan(layouts, rank, intervals), "as asked for", 0, 0)
+    exchange, block = make_item_plan(over, layouts, rank, intervals, checked), max(layouts.keys.counts())
+    held, threads = largest((exchange.rows.received, torch.get_num_threads()))
+    if transport == "exchange":
+        return TransportPlan("exchange", exchange, "as asked for", held, threads)
     if held <= 2 * block:
         reason = f"a rank receives at most {held} keys, no more than the two blocks of {block} that a ring holds"
-        return TransportPlan("exchange", exchange, reason)
-    ring = make_ring()
-    exchanged, passed_on = largest((exchange.rows.received, ring.received_rows))
-    if passed_on > MAX_RING_ROWS * exchanged:
-        reason = f"a rank receives at most {exchanged} keys, and {passed_on} by a ring"
-        return TransportPlan("exchange", exchange, reason)
+        return TransportPlan("exchange", exchange, reason, held, threads)
+    ring = make_ring_plan(layouts, rank, intervals)
+    (passed_on,) = largest((ring.received_rows,))
+    if passed_on > MAX_RING_ROWS * held:
+        reason = f"a rank receives at most {held} keys, and {passed_on} by a ring"
+        return TransportPlan("exchange", exchange, reason, held, threads)
     reason = f"a rank would hold {held} keys of others at once, and holds two blocks of {block} in a ring"
-    return TransportPlan("ring", ring, reason)
+    return TransportPlan("ring", ring, reason, held, threads)

@@ -33,26 +33,43 @@ class KeyValueRows:
         k = rows[:, :split].unflatten(1, self._k).permute(1, 2, 0, 3)
         return k, k if self.values_are_keys else rows[:, split:].unflatten(1, self._v).permute(1, 2, 0, 3)
 
-    def empty_sum(self, items: int, like: Tensor) -> KeyValueSum:
-        """A sum of the gradients of `items` keys and values, in at least fp32, to which nothing has been added."""
+    def sum_of_rows(self, items: int, like: Tensor) -> KeyValueSum:
+        """A sum of the gradients of `items` keys and values, as rows that can be sent, in at least fp32."""
         dtype = torch.promote_types(like.dtype, torch.float32)
-        return KeyValueSum(self, torch.empty(items, self.features, dtype=dtype, device=like.device))
+        rows = torch.empty(items, self.features, dtype=dtype, device=like.device)
+        k, v = self.unpack(rows)
+        return KeyValueSum(self, RowSum(k, k), None if self.values_are_keys else RowSum(v, v), rows)
+
+    def own_sum(self, k: Tensor, v: Tensor, target: tuple[Tensor, ...] | None = None) -> KeyValueSum:
+        """A sum of the gradients of these keys and values, in the memory of `target` if given."""
+        into = (None, None) if target is None else target
+        return KeyValueSum(self, RowSum(k, into[0]), None if self.values_are_keys else RowSum(v, into[1]))
 
 
 class KeyValueSum:
-    """The gradients of keys and values, summed over blocks into rows that can be sent."""
+    """The gradients of keys and values, summed over blocks."""
 
-    def __init__(self, layout: KeyValueRows, rows: Float[Tensor, "items features"]) -> None:
-        """`rows` is uninitialised."""
-        self._rows, k, v = rows, *layout.unpack(rows)
-        self._k = RowSum(k)
-        self._v = self._k if layout.values_are_keys else RowSum(v)
+    def __init__(self, layout: KeyValueRows, k: RowSum, v: RowSum | None, rows: Tensor | None = None) -> None:
+        """`v` is None where the values are the keys; `rows` is the memory of both, if they share it."""
+        self._layout, self._k, self._v, self._rows = layout, k, v, rows
 
     def add(self, items: slice, dk: Tensor, dv: Tensor) -> None:
         self._k.add(items, dk)
-        self._v.add(items, dv)
+        (self._v or self._k).add(items, dv)
 
-    def total(self) -> Float[Tensor, "items features"]:
-        self._k.total()
-        self._v.total()
+    def add_rows(self, items: Int[Tensor, " some"], rows: Float[Tensor, "some features"]) -> None:
+        """Add gradients that arrived as rows."""
+        if len(rows):
+            dk, dv = self._layout.unpack(rows)
+            self._k.add_at(items.to(rows.device), dk)
+            if self._v is not None:
+                self._v.add_at(items.to(rows.device), dv)
+
+    def total(self) -> tuple[Tensor, Tensor | None]:
+        """The gradients of k and v; None for v where the values are the keys."""
+        return self._k.total(), None if self._v is None else self._v.total()
+
+    def total_rows(self) -> Float[Tensor, "items features"]:
+        assert self._rows is not None
+        self.total()
         return self._rows

@@ -6,8 +6,8 @@ import torch.distributed as dist
 from jaxtyping import Float
 from torch import Tensor
 
-from polyhead.distributed.block_attention import ItemProblem
-from polyhead.distributed.item_attention import GradientSum
+from polyhead.distributed.block_attention import ItemProblem, Rows, Terms
+from polyhead.distributed.item_attention import Gradients, GradientSum
 from polyhead.distributed.key_value_rows import KeyValueRows
 from polyhead.distributed.ring_plan import RingPlan
 from polyhead.distributed.row_sums import RowMerge
@@ -23,7 +23,8 @@ class RingTransport:
     def __init__(self, plan: RingPlan, group: dist.ProcessGroup) -> None:
         self.plan, self.group = plan, group
 
-    def forward(self, problem: ItemProblem, merge: RowMerge) -> tuple[Tensor, ...]:
+    def forward(self, problem: ItemProblem, saves: bool) -> tuple[tuple[Tensor, Tensor], list[Tensor]]:
+        merge = RowMerge(problem.call.q, problem.call.v)
         rows = KeyValueRows(problem.call.k, problem.call.v)
         held = rows.pack(problem.call.k, problem.call.v)
         for number, hop in enumerate(self.plan.hops):
@@ -32,20 +33,19 @@ class RingTransport:
             for block in hop.blocks:
                 merge.add(block.queries, *problem.attend(block, k, v))
             held = messages.wait()
-        return ()
+        return merge.result(), []
 
-    def backward(
-        self, problem: ItemProblem, gradients: GradientSum, saved: tuple[Tensor, ...]
-    ) -> tuple[Tensor, Tensor | None]:
-        rows = KeyValueRows(problem.call.k, problem.call.v)
-        held = rows.pack(problem.call.k, problem.call.v)
+    def backward(self, problem: ItemProblem, terms: Terms, rows: Rows, saved: tuple[Tensor, ...]) -> Gradients:
+        gradients = GradientSum(problem, terms, rows)
+        layout = KeyValueRows(problem.call.k, problem.call.v)
+        held = layout.pack(problem.call.k, problem.call.v)
         own, pending = held.new_empty(0), None
         for number, hop in enumerate(self.plan.hops):
             messages = self._start_pass_on(number, held)
-            into = rows.empty_sum(len(held), held)
+            into = layout.sum_of_rows(len(held), held)
             for block in hop.blocks:
-                gradients.add(block, *rows.unpack(held), into)
-            gradient = into.total()
+                gradients.add(block, *layout.unpack(held), into)
+            gradient = into.total_rows()
             own = gradient if number == 0 else own
             if pending is not None:
                 gradient += pending.wait()
@@ -56,8 +56,8 @@ class RingTransport:
         if pending is not None:
             pending.wait()
             own[self.plan.hops[-1].own_kept] += pending.returned
-        dk, dv = rows.unpack(own)
-        return dk, None if rows.values_are_keys else dv
+        dk, dv = layout.unpack(own)
+        return gradients.total(dk, None if layout.values_are_keys else dv)
 
     def _start_pass_on(self, number: int, held: Float[Tensor, "keys features"]) -> Messages:
         """Start sending the keys that go on, and receiving those of the next hop."""

@@ -33,11 +33,13 @@ class PendingRows:
     """Rows under way: `wait` returns them."""
 
     def __init__(self, rows: Tensor, sent: Tensor, work: dist.Work) -> None:
-        # what is sent must live until it has been sent
-        self._rows, self._sent, self._work = rows, sent, work
+        # what is sent must live until it has been sent, and no longer
+        self._rows, self._work = rows, work
+        self._sent: Tensor | None = sent
 
     def wait(self) -> Tensor:
         self._work.wait()
+        self._sent = None
         return self._rows
 
 
