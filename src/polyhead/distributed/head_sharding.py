@@ -80,7 +80,7 @@ def shard_heads(module: Model, mesh: DeviceMesh) -> Model:
     if not attentions:
         raise ValueError(
             f"module must have a MultiHeadAttention, got {type(module).__name__} without one; convert torch's layers with "
-            "polyhead.interop.torch.from_torch"
+            "polyhead.interop.torch.from_torch, and PyG's as docs/coming-from-pyg.md shows"
         )
     for name, layer in attentions:
         _check_attention(name or "module", layer, ranks)
