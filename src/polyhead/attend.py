@@ -147,5 +147,5 @@ def explain_call(call: Call) -> Explanation:
         if reason is None:
             break
         refused[candidate.name] = reason
-    describe = getattr(candidate, "describe_messages", None)
+    describe = getattr(candidate, "describe_messages", None) or getattr(call.over, "describe_messages", None)
     return Explanation(candidate.name, refused, None if describe is None else describe(call))

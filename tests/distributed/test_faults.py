@@ -199,3 +199,20 @@ def test_without_a_fault_nothing_happens(scenarios):
 def test_timeouts_are_positive_numbers(timeout):
     with pytest.raises(ValueError, match="timeout must be a number in"):
         wait_for_ranks(timeout)
+
+
+def pass_many_barriers(count):
+    store = dist.distributed_c10d._get_default_store()
+    for _ in range(3):
+        wait_for_ranks(5.0)
+    dist.barrier()
+    keys = store.num_keys()
+    for _ in range(count):
+        wait_for_ranks(5.0)
+    dist.barrier()
+    return store.num_keys() - keys
+
+
+def test_barriers_can_be_many(two_ranks):
+    # nothing is left behind, and no barrier makes a connection of its own
+    assert max(two_ranks.run(pass_many_barriers, 300)) <= 2

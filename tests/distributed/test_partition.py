@@ -208,7 +208,10 @@ def test_damaged_and_mixed_files_are_refused_on_every_rank(two_ranks, tmp_path):
         (whole[:-40], "damaged"),
         (b"", "damaged"),
         (bytes(flipped), "other contents than were written"),
-        (first.read_bytes(), "the part must be the same on every rank, got parts[rank] on rank 0, parts[0] on rank 1"),
+        (
+            first.read_bytes(),
+            "on rank 1: parts must be on the rank of their number, got parts[0] on rank 1; use parts[rank]",
+        ),
     ):
         second.write_bytes(content)
         errors = two_ranks.run(load_error, tmp_path)
@@ -250,7 +253,10 @@ def test_ranks_must_hold_parts_of_one_partition(two_ranks):
     contiguous, other = partition(graph, 2, method="contiguous"), partition(graph, 2, owner=torch.arange(61) % 2)
     for wrong, expected in (
         (other[1], "the partition must be the same on every rank"),
-        (contiguous[0], "the part must be the same on every rank, got parts[rank] on rank 0, parts[0] on rank 1"),
+        (
+            contiguous[0],
+            "on rank 1: parts must be on the rank of their number, got parts[0] on rank 1; use parts[rank]",
+        ),
         (partition(graph, 3)[1], "the number of parts must be the same on every rank, got 2 on rank 0, 3 on rank 1"),
     ):
         errors = two_ranks.run(join_error, list(contiguous), wrong)

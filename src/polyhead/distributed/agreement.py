@@ -20,6 +20,7 @@ _MAX_VALUE_CHARACTERS = 120
 # Elements that are copied at once to be hashed: a mask that is expanded over a batch is larger than its memory.
 _HASHED_ELEMENTS = 1 << 22
 _DIGEST_BYTES = 16
+_MAX_ERROR_BYTES = 500
 
 
 def check_agreement(group: dist.ProcessGroup | None, what: Mapping[str, str]) -> None:
@@ -49,6 +50,21 @@ def check_agreement(group: dist.ProcessGroup | None, what: Mapping[str, str]) ->
     texts = _all_gather_bytes(text.ljust(max(lengths)), group)
     found = [json.loads(text) for text in texts]
     raise ValueError(_describe_difference(found, dist.get_process_group_ranks(group)))
+
+
+def raise_on_every_rank(group: dist.ProcessGroup | None, error: Exception | None) -> None:
+    """Raise the same error on every rank of a group if any of them has one: it names the rank. Every rank must call it."""
+    own = b"" if error is None else str(error).encode()[:_MAX_ERROR_BYTES]
+    texts = _all_gather_bytes(len(own).to_bytes(4, "little") + own.ljust(_MAX_ERROR_BYTES), group)
+    ranks_of_text = defaultdict(list)
+    for rank, text in zip(dist.get_process_group_ranks(group), texts, strict=True):
+        content = text[4 : 4 + int.from_bytes(text[:4], "little")]
+        if content:
+            ranks_of_text[content.decode(errors="replace")].append(rank)
+    if ranks_of_text:
+        raise ValueError(
+            "; ".join(f"on {name_ranks(ranks)}: {text}" for text, ranks in ranks_of_text.items())
+        ) from error
 
 
 def fingerprint(over: Neighbourhood) -> str:

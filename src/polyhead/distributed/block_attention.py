@@ -159,7 +159,10 @@ def block_gradients(
         pairs = [(y, dy) for y, dy in zip(outputs, towards, strict=True) if y.requires_grad]
         inputs = [q, k, v, *terms.tensors()]
         found = torch.autograd.grad([y for y, _ in pairs], inputs, [dy for _, dy in pairs], allow_unused=True)
-    dq, dk, dv = (torch.zeros_like(x) if g is None else g for x, g in zip(inputs[:3], found[:3], strict=True))
+    own = [torch.zeros_like(x) if g is None else g for x, g in zip(inputs[:3], found[:3], strict=True)]
+    # whoever sums gradients takes over their memory, and autograd may return one tensor for two inputs
+    memory = [x.untyped_storage().data_ptr() for x in own]
+    dq, dk, dv = (x.clone() if memory[i] in memory[:i] else x for i, x in enumerate(own))
     return (dq, dk, dv), list(found[3:])
 
 

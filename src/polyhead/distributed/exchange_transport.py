@@ -17,7 +17,8 @@ from polyhead.distributed.row_sums import RowMerge, empty_merge, empty_rows
 class ExchangeTransport:
     """Own keys are attended to while the others' are under way; their gradients travel back while own ones are computed.
 
-    Heads may be exchanged in several pieces, one after the other, so that a rank never holds the others' keys for all heads.
+    Heads may be exchanged in several pieces, one after the other: without gradients, a rank then holds the others' keys for a few
+    heads only. For a backward pass all of them are kept.
     """
 
     def __init__(self, plan: ItemPlan, group: dist.ProcessGroup, pieces: int = 1) -> None:

@@ -12,11 +12,12 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from polyhead.distributed.agreement import check_agreement
+from polyhead.distributed.agreement import check_agreement, raise_on_every_rank
 from polyhead.distributed.halo_exchange import HaloExchange
-from polyhead.distributed.item_shard import process_group
+from polyhead.distributed.own_rows import gather_rows, item_axis, take_rows
+from polyhead.distributed.process_group import process_group
 from polyhead.distributed.row_exchange import RowPlan
-from polyhead.kernels import GRAPH_KERNELS, register_kernels
+from polyhead.kernels import GRAPH_KERNELS, Call, register_kernels
 from polyhead.neighbourhood import Graph, Neighbourhood, Sizes
 
 
@@ -76,6 +77,10 @@ class GraphPart(Graph):
         plan = RowPlan(state["send"], state["send_counts"], state["receive_counts"])
         GraphPart.__init__(self, graph, state["nodes"], state["halo"], plan, PartPlace(*state["place"]))
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> GraphPart:
+        # nobody changes its tensors, and process groups cannot be copied
+        return self
+
     def __getstate__(self) -> dict[str, Any]:
         if self.group is not None:
             raise ValueError(f"{self!r} must not be on ranks to be pickled; pickle it before part.on(mesh)")
@@ -114,17 +119,16 @@ class GraphPart(Graph):
         """
         group = process_group(mesh)
         ranks, rank, place = dist.get_world_size(group), dist.get_rank(group), self.place
-        held = "parts[rank]" if place.part == rank else f"parts[{place.part}]"
-        check_agreement(
-            group, {"the number of parts": str(place.parts), "the partition": place.partition_id, "the part": held}
-        )
+        check_agreement(group, {"the number of parts": str(place.parts), "the partition": place.partition_id})
         if place.parts != ranks:
             raise ValueError(
                 f"mesh must have one rank per part, {place.parts}, got {ranks}; call partition(graph, {ranks}), or start "
                 f"{place.parts} ranks"
             )
-        if place.part != rank:
-            raise ValueError(f"mesh must give part {place.part} to rank {place.part}, got rank {rank}")
+        error = ValueError(
+            f"parts must be on the rank of their number, got parts[{place.part}] on rank {rank}; use parts[rank]"
+        )
+        raise_on_every_rank(group, None if place.part == rank else error)
         joined: GraphPart = self.__copy__()  # type: ignore[assignment]
         joined.group, joined._checked = group, set()
         return joined
@@ -169,26 +173,30 @@ class GraphPart(Graph):
         assert isinstance(moved, GraphPart)
         return moved
 
+    def describe_messages(self, call: Call) -> str:
+        """What this rank sends in the forward pass of a call."""
+        sent, received = len(self.send), len(self.halo)
+        return f"{sent} rows to {self.plan.messages} ranks, and {received} rows from others, per call"
+
     # rows and edges of the whole graph
 
     def take(self, x: Tensor, dim: int | None = None) -> Tensor:
         """The own rows of a tensor of all nodes. `dim` is -2 by default, and 0 for a tensor with one axis, such as labels."""
-        return _take(x, _item_axis(x, dim), self.nodes, self.place.num_nodes, "nodes")
+        return take_rows(x, item_axis(x, dim), self.nodes, self.place.num_nodes, "nodes")
 
     def take_edges(self, x: Tensor, dim: int = -1) -> Tensor:
         """The entries of this part's edges in a tensor of all edges, such as a bias (heads, edges)."""
         assert self.edge_ids is not None
-        return _take(x, dim, self.edge_ids, self.place.num_edges, "edges")
+        return take_rows(x, dim, self.edge_ids, self.place.num_edges, "edges")
 
     def gather(self, x: Tensor, dim: int | None = None) -> Tensor:
         """The rows of all nodes on every rank, from the own ones of each; without gradients. Every rank must call it."""
-        dim = _item_axis(x, dim)
-        return _gather(x.detach(), dim, self.nodes, self.place.num_nodes, self._group_of_ranks())
+        return gather_rows(x.detach(), item_axis(x, dim), self.nodes, self.place.num_nodes, self._group_of_ranks())
 
     def gather_edges(self, x: Tensor, dim: int = -1) -> Tensor:
         """The entries of all edges on every rank, from those of each part; without gradients. Every rank must call it."""
         assert self.edge_ids is not None
-        return _gather(x.detach(), dim, self.edge_ids, self.place.num_edges, self._group_of_ranks())
+        return gather_rows(x.detach(), dim, self.edge_ids, self.place.num_edges, self._group_of_ranks())
 
     def _group_of_ranks(self) -> dist.ProcessGroup | None:
         if self.group is None and self.place.parts > 1:
@@ -240,38 +248,6 @@ class GraphPart(Graph):
 
 
 register_kernels(GraphPart, tuple(kernel for kernel in GRAPH_KERNELS if kernel.name != "reference"))
-
-
-def _item_axis(x: Tensor, dim: int | None) -> int:
-    return dim if dim is not None else 0 if x.dim() == 1 else -2
-
-
-def _take(x: Tensor, dim: int, own: Tensor, total: int, items: str) -> Tensor:
-    if x.shape[dim] != total:
-        raise ValueError(f"x must have {total} {items} along dim {dim}, got shape {tuple(x.shape)}; pass dim=")
-    return x.index_select(dim, own.to(x.device))
-
-
-def _gather(x: Tensor, dim: int, own: Tensor, total: int, group: dist.ProcessGroup | None) -> Tensor:
-    rows, own = x.movedim(dim, 0).contiguous(), own.to(x.device)
-    if len(rows) != len(own):
-        raise ValueError(f"x must have {len(own)} own entries along dim {dim}, got shape {tuple(x.shape)}; pass dim=")
-    whole = rows.new_empty(total, *rows.shape[1:])
-    if group is None:
-        whole[own] = rows
-        return whole.movedim(0, dim)
-    length = torch.tensor([len(own)], device=x.device)
-    lengths = [torch.empty_like(length) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(lengths, length, group=group)
-    for rank, count in enumerate(map(int, lengths)):
-        mine = rank == dist.get_rank(group)
-        index = own if mine else own.new_empty(count)
-        part = rows if mine else rows.new_empty(count, *rows.shape[1:])
-        sender = dist.get_global_rank(group, rank)
-        dist.broadcast(index, sender, group=group)
-        dist.broadcast(part, sender, group=group)
-        whole[index] = part
-    return whole.movedim(0, dim)
 
 
 def _check_part(part: GraphPart) -> None:

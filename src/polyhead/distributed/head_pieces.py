@@ -1,4 +1,4 @@
-"""The heads of a call, a few at a time: so a rank holds the keys and values of other ranks for a few heads only."""
+"""The heads of a call, a few at a time, so that what is under way and in work is small."""
 
 from __future__ import annotations
 

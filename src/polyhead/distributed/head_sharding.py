@@ -10,7 +10,7 @@ from typing import TypeGuard, TypeVar
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.nn.utils import parametrize
 
@@ -24,6 +24,7 @@ from polyhead.distributed.local_tensors import (
     own_tensor_names,
     read_as_local,
 )
+from polyhead.distributed.process_group import process_group
 from polyhead.distributed.sharded_modules import (
     HeadPart,
     LocalLinear,
@@ -42,7 +43,7 @@ Model = TypeVar("Model", bound=nn.Module)
 PerHead = TypeVar("PerHead", Score, Position)
 
 
-def shard_heads(module: Model, mesh: DeviceMesh) -> Model:
+def shard_heads(module: Model, mesh: DeviceMesh | None = None) -> Model:
     """Give each rank of a mesh some heads of every `MultiHeadAttention` in a module, in place.
 
     Every rank calls the module with the same arguments and gets the whole output. W_Q, W_K and W_V are cut by rows, W_O by
@@ -51,12 +52,14 @@ def shard_heads(module: Model, mesh: DeviceMesh) -> Model:
     are fewer key-value heads than ranks, every rank holds W_K and W_V whole, and computes the heads that its queries use.
 
     Every parameter becomes a DTensor, so make the optimizer afterwards; `fully_shard` may cut them further, along a second
-    axis of the mesh. Weights and the state of torch's random generator are those of the mesh's first rank: dropout then drops
-    what it would drop without sharding, as long as all ranks draw the same.
+    axis of the mesh. Parameters and the state of torch's random generator are those of the mesh's first rank: dropout then drops
+    what it would drop without sharding, as long as all ranks draw the same. A rank that draws other numbers, to sample a text say,
+    makes dropout of activations differ between ranks, and the results wrong: draw them from a generator of their own.
 
     Args:
         module: a layer or a whole model, the same on every rank.
-        mesh: a mesh of one axis, such as `init_device_mesh("cpu", (2,))`, or one axis of a larger mesh, `mesh["heads"]`.
+        mesh: a mesh of one axis, such as `init_device_mesh("cpu", (2,))`, or one axis of a larger mesh, `mesh["heads"]`; None for
+            all ranks, on the module's device.
 
     Returns:
         `module`.
@@ -65,9 +68,9 @@ def shard_heads(module: Model, mesh: DeviceMesh) -> Model:
         ValueError: on every rank, and before anything changes: if the ranks do not divide the heads, or have different
             modules, or the module is sharded already.
     """
-    _check_mesh(mesh)
     if not isinstance(module, nn.Module):
         raise WrongType(f"module must be an nn.Module, got {describe_type(module)}")
+    mesh = _check_mesh(mesh, module)
     tensors = [*module.named_parameters(), *module.named_buffers()]
     check_agreement(mesh.get_group(), {name: f"{tuple(x.shape)} of {x.dtype}" for name, x in tensors})
     ranks = mesh.size()
@@ -84,6 +87,7 @@ def shard_heads(module: Model, mesh: DeviceMesh) -> Model:
         )
     for name, layer in attentions:
         _check_attention(name or "module", layer, ranks)
+    _check_shared_parameters(module, ranks)
     _share_random_state(mesh)
     _Sharder(mesh).shard(module)
     return module
@@ -244,9 +248,16 @@ def _is_plain_linear(module: nn.Module | None) -> bool:
     return module is None or (type(module) is nn.Linear and not parametrize.is_parametrized(module))
 
 
-def _check_mesh(mesh: DeviceMesh) -> None:
+def _check_mesh(mesh: DeviceMesh | None, module: nn.Module) -> DeviceMesh:
+    """The mesh, or that of all ranks."""
+    if mesh is None:
+        ranks = dist.get_world_size(process_group(None))
+        device = next((x.device.type for x in module.parameters()), "cpu")
+        return init_device_mesh(device, (ranks,), mesh_dim_names=("heads",))
     if not isinstance(mesh, DeviceMesh):
-        raise WrongType(f"mesh must be a DeviceMesh, got {describe_type(mesh)}")
+        raise WrongType(
+            f'mesh must be a DeviceMesh, got {describe_type(mesh)}; make one by init_device_mesh("cpu", (2,))'
+        )
     if mesh.ndim != 1:
         names = mesh.mesh_dim_names or ("heads",)
         raise ValueError(
@@ -254,6 +265,7 @@ def _check_mesh(mesh: DeviceMesh) -> None:
         )
     if mesh.get_coordinate() is None:
         raise ValueError(f"mesh must contain rank {dist.get_rank()}, which calls shard_heads, got {mesh.mesh.tolist()}")
+    return mesh
 
 
 def _check_attention(name: str, layer: MultiHeadAttention, ranks: int) -> None:
@@ -271,6 +283,32 @@ def _check_attention(name: str, layer: MultiHeadAttention, ranks: int) -> None:
                 f"{name}: {projection} must be a plain nn.Linear to be sharded, got {type(module).__name__}; shard the heads "
                 "before it is quantised or parametrised"
             )
+
+
+def _check_shared_parameters(module: nn.Module, ranks: int) -> None:
+    """Raise where two modules share a parameter that would be cut in two ways."""
+    ways = dict.fromkeys(module.modules(), "whole")
+    for part in module.modules():
+        names: tuple[str, ...] = ()
+        if isinstance(part, MultiHeadAttention):
+            names = ("q_proj", "k_proj", "v_proj", "o_proj")
+        elif _is_plain_feedforward(part, ranks):
+            names = ("gate", "up", "down")
+        linears = {name: linear for name in names if (linear := getattr(part, name)) is not None}
+        ways |= {linear: "by columns" if name in ("o_proj", "down") else "by rows" for name, linear in linears.items()}
+    found: dict[int, tuple[str, str]] = {}
+    for name, part in module.named_modules():
+        for own, parameter in part._parameters.items():
+            if parameter is None or isinstance(part, (Score, Position)):
+                continue
+            way = ways[part] if parameter.dim() > 1 or ways[part] == "by rows" else "whole"
+            path = f"{name}.{own}" if name else own
+            other, before = found.setdefault(id(parameter), (path, way))
+            if before != way:
+                raise ValueError(
+                    f"module must not share a parameter that is cut in two ways, got {other} ({before}) and {path} ({way}); untie "
+                    "them before shard_heads"
+                )
 
 
 def _share_random_state(mesh: DeviceMesh) -> None:

@@ -11,31 +11,29 @@ from torch import Tensor
 
 from polyhead.distributed.block_attention import ItemProblem, Terms
 from polyhead.distributed.item_plan import Block, Intervals, make_item_plan
-from polyhead.distributed.item_shard import ItemShard, gather_items
+from polyhead.distributed.item_shard import ItemShard
 from polyhead.distributed.key_value_rows import KeyValueRows
 from polyhead.distributed.row_exchange import start_send
 from polyhead.heads import Heads, Origin
 from polyhead.kernels import Call
 from polyhead.kernels.call import flatten_batch, flatten_batch_unless_shared
-
-_NAMED_OFFSETS = {"self": 0, "previous": -1, "next": 1}
+from polyhead.metrics.compute import check_offset
 
 
 def gather_item_heads(heads: Heads) -> Heads:
     """A view of all queries and keys, on every rank, from the own ones of each; without gradients."""
     call, origin = _call(heads), heads.origin
     shard = _shard(call)
-    queries, keys, group = *shard.layouts, shard.group
-    k = gather_items(call.k.detach(), -2, keys, group)
-    v = k if call.v is call.k else gather_items(call.v.detach(), -2, keys, group)
-    q = gather_items(call.q.detach(), -2, queries, group)
+    k = shard.gather_keys(call.k)
+    v = k if call.v is call.k else shard.gather_keys(call.v)
+    q = shard.gather(call.q)
     bias = call.bias
     if bias is not None and bias.shape[-2] > 1:
-        bias = gather_items(bias.detach(), -2, queries, group)
+        bias = shard.gather(bias)
     indices = None if call.global_indices is None else call.global_indices._replace(queries=None, keys=None)
     whole = call._replace(q=q, k=k, v=v, over=shard.over, bias=bias, global_indices=indices)
-    lse = None if origin.lse is None else gather_items(origin.lse.detach(), -1, queries, group)
-    return Heads(whole, origin._replace(outputs=gather_items(origin.outputs.detach(), -2, queries, group), lse=lse))
+    lse = None if origin.lse is None else shard.gather(origin.lse, -1)
+    return Heads(whole, origin._replace(outputs=shard.gather(origin.outputs), lse=lse))
 
 
 def item_received(heads: Heads) -> Float[Tensor, "... heads keys"]:
@@ -80,9 +78,7 @@ class OwnRows(NamedTuple):
             return on[..., self.key_index.to(on.device)]
         if on == "first":
             return self.key_index == 0
-        offset = _NAMED_OFFSETS.get(on) if isinstance(on, str) else on
-        if not isinstance(offset, int):
-            raise ValueError(f"on must be 'self', 'previous', 'next', 'first', an offset or a bool tensor, got {on!r}")
+        offset = check_offset(on)
         wanted = self.query_index + self.shard.layouts.query_offset + offset
         place = torch.searchsorted(self.key_index, wanted).clamp(max=max(0, len(self.key_index) - 1))
         found = self.key_index[place] == wanted if len(self.key_index) else torch.zeros_like(wanted, dtype=torch.bool)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import Any, NoReturn
 
 import torch
@@ -9,15 +10,19 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from polyhead._checks import check_integer, describe_type, short_repr
+from polyhead._checks import check_integer, short_repr
 from polyhead.distributed.agreement import check_agreement, communication_device, fingerprint
 from polyhead.distributed.item_layout import ItemLayout, Order
 from polyhead.distributed.item_plan import Layouts
 from polyhead.distributed.item_transport import TransportName, TransportPlan, make_transport_plan
+from polyhead.distributed.own_rows import gather_rows, item_axis, take_rows
+from polyhead.distributed.process_group import process_group
 from polyhead.kernels import Call
-from polyhead.neighbourhood import Graph, Lattice, Neighbourhood, Sizes, as_neighbourhood
+from polyhead.neighbourhood import Graph, Lattice, Neighbourhood, Sizes, as_neighbourhood, intersection_parts
 from polyhead.neighbourhood.shapes import KeyInterval
 
+# Neighbourhoods of one shard whose plans are kept.
+_KEPT_PLANS = 8
 _TRANSPORTS = ("exchange", "ring")
 _ORDERS = ("contiguous", "zigzag")
 
@@ -59,28 +64,14 @@ def shard_items(
         raise ValueError("over must be a neighbourhood of the whole sequence, got one that is sharded already")
     if isinstance(over, Graph):
         raise ValueError(f"over must not be a Graph, got {over!r}; use polyhead.distributed.partition for graphs")
-    queries, keys = length if isinstance(length, tuple) and len(length) == 2 else (length, length)
+    if isinstance(length, (tuple, list)) and len(length) != 2:
+        raise ValueError(f"length must be an integer or (queries, keys), got {length!r}")
+    queries, keys = length if isinstance(length, (tuple, list)) else (length, length)
     queries, keys = check_integer("length", queries, 0), check_integer("length", keys, 0)
     group = process_group(mesh)
     ranks = dist.get_world_size(group)
     layouts = Layouts(ItemLayout(queries, ranks, order), ItemLayout(keys, ranks, order))
     return ItemShard(over, layouts, group, transport)
-
-
-def process_group(mesh: DeviceMesh | dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """The process group of a mesh of one dimension; None is the group of all ranks."""
-    if not dist.is_available() or not dist.is_initialized():
-        raise ValueError("mesh needs ranks: call torch.distributed.init_process_group first, under torchrun")
-    if mesh is None:
-        assert dist.group.WORLD is not None
-        return dist.group.WORLD
-    if isinstance(mesh, DeviceMesh):
-        if mesh.ndim != 1:
-            raise ValueError(f'mesh must have one dimension, got {mesh}; pass one of them, such as mesh["items"]')
-        return mesh.get_group()
-    if not isinstance(mesh, dist.ProcessGroup):
-        raise ValueError(f"mesh must be a DeviceMesh, a process group or None, got {describe_type(mesh)}")
-    return mesh
 
 
 class ItemShard(Neighbourhood):
@@ -96,22 +87,27 @@ class ItemShard(Neighbourhood):
         self.rank = dist.get_rank(group)
         self._own = layouts.queries.items(self.rank), layouts.keys.items(self.rank)
         self._plans: dict[int, TransportPlan] = {}
-        self._checked: set[tuple[object, ...]] = set()
-        self._joined: dict[str, ItemShard] = {}
+        self._checked: set[tuple[str, ...]] = set()
+        self._versions: tuple[int | None, ...] = ()
+        self._joined: OrderedDict[object, ItemShard] = OrderedDict()
 
     # which items are here
 
-    def take(self, x: Tensor, dim: int = -2) -> Tensor:
-        """The own queries of a tensor of all of them: `dim` is -2 for features, -1 for token ids."""
-        return _take(x, dim, self._own[0], self.layouts.queries.length)
+    def take(self, x: Tensor, dim: int | None = None) -> Tensor:
+        """The own queries of a tensor of all of them. `dim` is -2 by default, 0 for a tensor with one axis; -1 for token ids."""
+        return take_rows(x, item_axis(x, dim), self._own[0], self.layouts.queries.length, "items")
 
-    def take_keys(self, x: Tensor, dim: int = -2) -> Tensor:
+    def take_keys(self, x: Tensor, dim: int | None = None) -> Tensor:
         """The own keys of a tensor of all keys, where these are other items."""
-        return _take(x, dim, self._own[1], self.layouts.keys.length)
+        return take_rows(x, item_axis(x, dim), self._own[1], self.layouts.keys.length, "items")
 
-    def gather(self, x: Tensor, dim: int = -2) -> Tensor:
+    def gather(self, x: Tensor, dim: int | None = None) -> Tensor:
         """All queries on every rank, from the own ones of each; without gradients. Every rank must call it."""
-        return gather_items(x.detach(), dim, self.layouts.queries, self.group)
+        return gather_rows(x.detach(), item_axis(x, dim), self._own[0], self.layouts.queries.length, self.group)
+
+    def gather_keys(self, x: Tensor, dim: int | None = None) -> Tensor:
+        """All keys on every rank, where these are other items."""
+        return gather_rows(x.detach(), item_axis(x, dim), self._own[1], self.layouts.keys.length, self.group)
 
     @property
     def item_indices(self) -> tuple[Tensor, Tensor]:
@@ -134,17 +130,15 @@ class ItemShard(Neighbourhood):
     # what is sent
 
     def plan(self, call: Call) -> TransportPlan:
-        """What this rank sends, receives and computes for a call. The first call for a neighbourhood is a collective."""
-        signature = (
-            call.sizes.batch,
-            call.q.shape[-3],
-            *call.k.shape[-3::2],
-            *call.v.shape[-3::2],
-            call.q.dtype,
-            call.dropout,
-        )
+        """What this rank sends, receives and computes for a call. The first call with a new description is a collective."""
+        versions = tuple(None if x.is_inference() else x._version for x in self.over.leaves())
+        if versions != self._versions:
+            # a mask has been changed in place
+            self._plans, self._checked, self._versions = {}, set(), versions
+        description = _describe_call(call)
+        signature = tuple(description.values())
         if signature not in self._checked:
-            check_agreement(self.group, {**self._description, "q, k and v": repr(signature)})
+            check_agreement(self.group, {**self._description, **description})
             self._checked.add(signature)
         heads = call.sizes.heads if self.by_head else 1
         if heads not in self._plans:
@@ -198,11 +192,14 @@ class ItemShard(Neighbourhood):
 
     def _replace_over(self, over: Neighbourhood) -> ItemShard:
         """The same items with another neighbourhood. Equal ones share one plan: a model joins its own in every call."""
-        key = fingerprint(over)
+        key = _identify(over)
         if key not in self._joined:
             joined = ItemShard(over, self.layouts, self.group, self.transport)
             joined._joined = self._joined
             self._joined[key] = joined
+            if len(self._joined) > _KEPT_PLANS:
+                self._joined.popitem(last=False)
+        self._joined.move_to_end(key)
         return self._joined[key]
 
     def allows(self, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -220,6 +217,10 @@ class ItemShard(Neighbourhood):
             "polyhead.distributed.gather(heads) collects the heads of all ranks, received and mean_mass sum over them"
         )
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> ItemShard:
+        # process groups cannot be copied
+        return self
+
     def __getstate__(self) -> dict[str, Any]:
         raise ValueError(
             "an ItemShard belongs to running ranks and cannot be pickled; pickle its `over` and shard it again"
@@ -230,28 +231,31 @@ class ItemShard(Neighbourhood):
         return f"ItemShard({short_repr(self.over)}, {whole}, rank {self.rank} of {self.layouts.keys.ranks})"
 
 
-def gather_items(x: Tensor, dim: int, layout: ItemLayout, group: dist.ProcessGroup) -> Tensor:
-    """The items of all ranks in the order of the sequence, on every rank, from the own ones of each."""
-    own, counts = x.movedim(dim, 0).contiguous(), layout.counts()
-    if own.shape[0] != counts[dist.get_rank(group)]:
-        raise ValueError(
-            f"x must have the {counts[dist.get_rank(group)]} own items along dim {dim}, got {own.shape[0]}"
-        )
-    # collectives want the same size on every rank
-    padded = own.new_zeros(max(counts), *own.shape[1:])
-    padded[: len(own)] = own
-    parts = [torch.empty_like(padded) for _ in counts]
-    dist.all_gather(parts, padded, group=group)
-    whole = own.new_empty(layout.length, *own.shape[1:])
-    for rank, (part, count) in enumerate(zip(parts, counts, strict=True)):
-        whole[layout.items(rank).to(whole.device)] = part[:count]
-    return whole.movedim(0, dim)
+def _describe_call(call: Call) -> dict[str, str]:
+    """What must be the same on every rank."""
+    learned = (call.q, call.k, call.v, call.relative_bias, call.bias, *call.score.learned())
+    return {
+        "batch": str(call.sizes.batch),
+        "heads of q, k, v": f"{call.q.shape[-3]}, {call.k.shape[-3]}, {call.v.shape[-3]}",
+        "features of k, v": f"{call.k.shape[-1]}, {call.v.shape[-1]}",
+        "dtype": str(call.q.dtype),
+        "dropout": str(call.dropout),
+        # a rank that skips the backward pass would leave the others waiting
+        "requires_grad": str(torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in learned)),
+    }
 
 
-def _take(x: Tensor, dim: int, own: Tensor, length: int) -> Tensor:
-    if x.shape[dim] != length:
-        raise ValueError(f"x must have {length} items along dim {dim}, got shape {tuple(x.shape)}; pass dim=")
-    return x.index_select(dim, own.to(x.device))
+def _identify(over: Neighbourhood) -> object:
+    """A key that is equal for equal neighbourhoods: without reading the tensors of classes that say which they are."""
+    leaves = over.leaves()
+    # tensors made under torch.inference_mode() have no version
+    if any(x.is_inference() for x in leaves) or not all(map(_is_ours, intersection_parts(over))):
+        return fingerprint(over)
+    return repr(over), tuple((id(x), x._version) for x in leaves)
+
+
+def _is_ours(over: Neighbourhood) -> bool:
+    return type(over).__module__.startswith("polyhead.")
 
 
 def _largest(values: tuple[int, ...], group: dist.ProcessGroup, device: torch.device) -> tuple[int, ...]:

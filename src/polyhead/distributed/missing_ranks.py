@@ -24,13 +24,14 @@ from polyhead.distributed.agreement import name_ranks
 
 # A rank is silent if its heartbeat does not change for so many beats, and for so many seconds on a busy machine.
 _SILENT_BEATS, _SILENT_SECONDS = 3, 3.0
-# Seconds between two looks at the store.
-_POLL_SECONDS = 0.05
+# Seconds between two looks at the store: at first, and at most.
+_FIRST_POLL_SECONDS, _POLL_SECONDS = 0.001, 0.05
 # What errors of gloo's and NCCL's collectives say.
 _COMMUNICATION_WORDS = ("gloo", "nccl", "timed out", "connection", "broken pipe")
 _REMEDY = "look at its log, then start again from the last checkpoint"
 
 _boards: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
+_barriers: weakref.WeakKeyDictionary[dist.ProcessGroup, _Board] = weakref.WeakKeyDictionary()
 
 
 def wait_for_ranks(timeout: float, group: dist.ProcessGroup | None = None) -> None:
@@ -43,15 +44,23 @@ def wait_for_ranks(timeout: float, group: dist.ProcessGroup | None = None) -> No
         RuntimeError: after `timeout` seconds. It names the missing ranks. A rank that comes later gets an error too.
     """
     check_number("timeout", timeout, 0, ends="()")
-    board, start = _Board(group, timeout), time.monotonic()
+    key = _group_key(group)
+    before = _barriers.get(key)
+    board, start = _Board(group, timeout, before), time.monotonic()
     with board.reachable("the barrier", start, None):
         board.write("here", "yes")
+        pause = _FIRST_POLL_SECONDS
         while not all(here := board.read("here")):
             if time.monotonic() - start > timeout:
                 board.write("gave up", "yes")
                 missing = name_ranks([rank for rank, is_here in zip(board.ranks, here, strict=True) if not is_here])
                 raise RuntimeError(f"{missing} did not reach the barrier within {timeout:g} s; {_REMEDY}")
-            time.sleep(_POLL_SECONDS)
+            time.sleep(pause)
+            pause = min(2 * pause, _POLL_SECONDS)
+        if before is not None:
+            # every rank is here, and so has left the barrier before
+            before.erase()
+        _barriers[key] = board
         gave_up = [rank for rank, text in zip(board.ranks, board.read("gave up"), strict=True) if text]
     if gave_up:
         own = dist.get_rank()
@@ -205,17 +214,21 @@ class _Heart(threading.Thread):
 class _Board:
     """What the ranks of a group write for each other into the store: a short text per topic and rank."""
 
-    def __init__(self, group: dist.ProcessGroup | None, answer_seconds: float) -> None:
-        key = group or dist.group.WORLD
-        assert key is not None
+    def __init__(self, group: dist.ProcessGroup | None, answer_seconds: float, before: _Board | None = None) -> None:
+        """`before` is a board whose connection this one takes over."""
+        key = _group_key(group)
         # every rank makes its boards in the same order
         number = _boards[key] = _boards.get(key, 0) + 1
         self.ranks = dist.get_process_group_ranks(group)
         self._group_rank = dist.get_rank(group)
         self._prefix = f"polyhead/{'-'.join(map(str, self.ranks))}/{number}"
         self._seconds = answer_seconds
-        self._store: Any = self._connect()
         self.lost = False
+        if before is None or before.lost:
+            self._store: Any = self._connect()
+        else:
+            self._store = before._store
+            self._store.set_timeout(datetime.timedelta(seconds=answer_seconds))
         self._open()
 
     @property
@@ -277,6 +290,11 @@ class _Board:
         texts = iter(self._store.multi_get([key for key in keys if key]) if any(keys) else [])
         return [next(texts).decode() if key else "" for key in keys]
 
+    def erase(self) -> None:
+        """Remove what this rank has written, when no rank reads it any more."""
+        for topic in ("opened", "here"):
+            self._store.delete_key(f"{self._prefix}/{topic}/{self._group_rank}")
+
     def own(self, topic: str) -> str:
         """What this rank has written."""
         return self.read(topic)[self._group_rank]
@@ -295,6 +313,12 @@ class _Board:
                 "the process or the host has ended, hangs, or the link to it is cut; look at its log, then start again from the "
                 "last checkpoint"
             ) from (cause or error)
+
+
+def _group_key(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    key = group or dist.group.WORLD
+    assert key is not None
+    return key
 
 
 def _is_communication_error(error: BaseException) -> bool:

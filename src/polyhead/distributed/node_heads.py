@@ -7,7 +7,6 @@ import torch.distributed as dist
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from polyhead._checks import is_integer, short_repr
 from polyhead.distributed.graph_part import GraphPart
 from polyhead.heads import Heads
 from polyhead.neighbourhood import Graph
@@ -47,8 +46,6 @@ def node_mean_mass(heads: Heads, on: str | int | Bool[Tensor, " nodes"]) -> Floa
                 f"on must be a bool tensor of {part.place.num_nodes} nodes, got {on.dtype} of shape {tuple(on.shape)}"
             )
         on = on[..., part.sources_in_whole.to(on.device)]
-    elif not isinstance(on, str) and not is_integer(on):
-        raise ValueError(f"on must be a name, an offset or a bool tensor of nodes, got {short_repr(on)}")
     return _sum_over_ranks(heads.mass(on).detach().sum(-1), part) / max(1, part.place.num_nodes)
 
 

@@ -19,10 +19,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from polyhead import _files
 from polyhead._checks import check_dense_tensor
-from polyhead.distributed.agreement import check_agreement
+from polyhead.distributed.agreement import check_agreement, raise_on_every_rank
 from polyhead.distributed.graph_part import GraphPart, PartPlace
-from polyhead.distributed.item_shard import process_group
 from polyhead.distributed.partition import Partition
+from polyhead.distributed.process_group import process_group
 from polyhead.distributed.row_exchange import RowPlan
 from polyhead.neighbourhood import Graph
 
@@ -78,19 +78,13 @@ def load_part(folder: str | os.PathLike[str], mesh: DeviceMesh | dist.ProcessGro
     """
     group = process_group(mesh)
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-    outcome, save_id, loaded, error = "readable", "", None, None
+    save_id, loaded, error = "", None, None
     try:
         loaded, save_id = _read(_find_file(Path(folder), rank, ranks))
     except (ValueError, OSError, ImportError) as found:
-        # a long path would leave no space for the reason
-        outcome, error = str(found).replace(f"{folder}{os.sep}", ""), found
-    try:
-        check_agreement(group, {"the file of a rank": outcome})
-        check_agreement(group, {"the call of save_parts": save_id})
-    except ValueError as disagreement:
-        raise disagreement from error
-    if error is not None:
-        raise ValueError(str(error)) from error
+        error = found
+    raise_on_every_rank(group, error)
+    check_agreement(group, {"the call of save_parts": save_id})
     assert loaded is not None
     return loaded._replace(part=loaded.part.on(group))
 

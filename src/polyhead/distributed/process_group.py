@@ -1,4 +1,4 @@
-"""`init_process_group` for ranks that torchrun starts again after a failure.
+"""The process group of a mesh; and `init_process_group` for ranks that torchrun starts again after a failure.
 
 torchrun keeps one store over all its starts (pytorch/pytorch 135712), and the addresses in it outlive their ranks: a rank that is early
 reads where another one listened before the failure, and the new start fails too.
@@ -10,13 +10,31 @@ import datetime
 import time
 
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
+from polyhead._checks import describe_type
 from polyhead.distributed.agreement import name_ranks
 
 # Seconds between two looks at the store.
 _POLL_SECONDS = 0.05
+
+
+def process_group(mesh: DeviceMesh | dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """The process group of a mesh of one dimension; None is the group of all ranks."""
+    if not dist.is_available() or not dist.is_initialized():
+        raise ValueError("mesh needs ranks: call torch.distributed.init_process_group first, under torchrun")
+    if mesh is None:
+        assert dist.group.WORLD is not None
+        return dist.group.WORLD
+    if isinstance(mesh, DeviceMesh):
+        if mesh.ndim != 1:
+            raise ValueError(f'mesh must have one dimension, got {mesh}; pass one of them, such as mesh["items"]')
+        return mesh.get_group()
+    if not isinstance(mesh, dist.ProcessGroup):
+        raise ValueError(f"mesh must be a DeviceMesh, a process group or None, got {describe_type(mesh)}")
+    return mesh
 
 
 def init_process_group(backend: str | None = None, *, timeout: datetime.timedelta) -> None:

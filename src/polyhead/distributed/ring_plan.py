@@ -66,10 +66,6 @@ class RingPlan(NamedTuple):
     def messages(self) -> int:
         return sum(hop.forward.stop > hop.forward.start for hop in self.hops)
 
-    @property
-    def largest_block(self) -> int:
-        return max(len(hop.key_index) for hop in self.hops)
-
 
 class KeyHulls(NamedTuple):
     """Per rank, the hull `[low, high)` of the keys that its queries may see; low = number of keys, high = 0 if there are none."""

@@ -1,4 +1,7 @@
-"""Keys and values that travel around a ring of ranks, and their gradients with them: no rank holds more than two blocks."""
+"""Keys and values that travel around a ring of ranks, and their gradients with them.
+
+A rank holds two blocks of keys at a time, and in the backward pass as many of gradients.
+"""
 
 from __future__ import annotations
 
@@ -112,6 +115,8 @@ class Messages:
         """The rows of the first `receive`."""
         for work in self._works:
             work.wait()
+        # what was sent is not needed any more
+        self._works, self._operations = [], []
         return self._received[0]
 
     @property

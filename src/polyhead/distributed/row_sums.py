@@ -42,6 +42,7 @@ class RowSum:
         self._can_move = target is None
 
     def add(self, rows: slice, x: Float[Tensor, "batch heads some dim"]) -> None:
+        """Add a block, and take over its memory: nobody else may hold it."""
         if self._can_move and _is_whole(rows, x, self._like):
             before, self._total, self._can_move = self._total, x, False
             written = self._written.indices()
@@ -95,7 +96,7 @@ class RowMerge:
         self._target = target
 
     def add(self, queries: slice, out: Tensor, lse: Tensor) -> None:
-        """Add the output of a block for some of the queries."""
+        """Add the output of a block for some of the queries, and take over the memory of both: nobody else may hold it."""
         if self._target is None:
             if _is_whole(queries, out, self._q):
                 self._target = out, lse

@@ -46,10 +46,15 @@ def mass_request(on: KeysToSum, part: Part) -> MetricRequest:
     if on == "first":
         place = -1 if part.first_key is None else part.first_key
         return MetricRequest("mass_at_key", (torch.full((queries,), place, dtype=torch.long, device=device),))
+    return MetricRequest("mass", (check_offset(on),))
+
+
+def check_offset(on: str | int) -> int:
+    """The offset of a key from its query, given as a number or by name."""
     offset: Any = _NAMED_OFFSETS.get(on) if isinstance(on, str) else on
     if not is_integer(offset):
         raise WrongType(f"on must be one of {[*_NAMED_OFFSETS, 'first']}, an integer or a tensor, got {short_repr(on)}")
-    return MetricRequest("mass", (check_integer("on", offset, -LARGEST_INT32),))
+    return check_integer("on", offset, -LARGEST_INT32)
 
 
 # Above this, the rounding of a log-sum-exp in one fp32 number shows in the weights: it is computed again, as a sum of two.
