@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from polyhead import Causal, GATv2, Graph, MultiHeadAttention, Neighbourhood, Segments, Window, attend
-from polyhead.distributed import partition, shard_heads, shard_items
+from polyhead.distributed import partition, shard_heads, shard_items, sum_gradients
 from polyhead.nn import FeedForward, TransformerLayer
 
 TOKENS, HEADS, DIM = 16384, 12, 64
@@ -95,14 +95,12 @@ def _train(module: nn.Module, call: Callable[[], Tensor], numbers: int, optimize
     optimizer.zero_grad()
     out = call()
     (out.square().sum() / numbers).backward()
-    gradients = [x.grad for x in module.parameters() if x.grad is not None]
     if ranks > 1:
-        flat = torch.cat([x.flatten() for x in gradients])
-        dist.all_reduce(flat)
-        for x, part in zip(gradients, flat.split([x.numel() for x in gradients]), strict=True):
-            x.copy_(part.view_as(x))
+        sum_gradients(module)
+    gradient = next(module.parameters()).grad
+    assert gradient is not None
     optimizer.step()
-    return {"output": out.detach(), "a parameter": gradients[0].clone()}
+    return {"output": out.detach(), "a parameter": gradient.clone()}
 
 
 def block(backward: bool) -> Sides:

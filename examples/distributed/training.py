@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from torch import Tensor, nn
 
-from polyhead.distributed import RankWatch, init_process_group
+from polyhead.distributed import RankWatch, init_process_group, sum_gradients
 
 # Where stderr is not a terminal, about so many lines tell the progress.
 _LINES = 20
@@ -91,8 +91,7 @@ def run_step(task: Task, optimizer: torch.optim.Optimizer, step: int, seed: int)
     total = loss.detach().clone()
     if task.sums_over_ranks:
         dist.all_reduce(total)
-        for parameter in task.model.parameters():
-            dist.all_reduce(parameter.grad)
+        sum_gradients(task.model)
     optimizer.step()
     return float(total)
 

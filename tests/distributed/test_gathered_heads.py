@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from polyhead import (
     ALiBi,
@@ -186,6 +187,45 @@ def capture_model(kind, folder):
 def test_captured_models_are_gathered_and_shown_by_the_first_rank(kind, two_ranks, tmp_path):
     assert max(two_ranks.run(capture_model, kind, tmp_path)) < 1e-5
     assert "w11" in (tmp_path / "heads.html").read_text()
+
+
+def read_views_of_fsdp(reshard):
+    """FSDP gives the memory of W_O back when a layer has been called: no view may read it then."""
+    torch.manual_seed(0)
+    model = llama.Llama(llama.Config(24, heads=4, layers=2, d_feedforward=48, vocab=20, positions=32)).eval()
+    ids = torch.arange(ITEMS)[None]
+    with torch.no_grad(), capture(model) as want:
+        model(ids)
+    want = [view.detach() for view in want.values()]
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "heads"))
+    shard_heads(model, mesh["heads"])
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh["data"], reshard_after_forward=reshard)
+    fully_shard(model, mesh=mesh["data"])
+    with torch.no_grad(), capture(model) as seen:
+        model(ids)
+    whole = list(gather(seen).values())
+    error = max(float((a.weights - b.weights).abs().max()) for a, b in zip(whole, want, strict=True))
+    if not reshard:
+        errors = [
+            (a.contribution().received() - b.contribution().received()).abs().max()
+            for a, b in zip(whole, want, strict=True)
+        ]
+        return max(error, *map(float, errors)), ""
+    messages = set()
+    for view in (whole[0], seen[0], seen[0].detach(), seen[0].cpu()):
+        with pytest.raises(ValueError) as raised:
+            view.contribution()
+        messages.add(str(raised.value))
+    (message,) = messages
+    return error, message
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+def test_views_of_fsdp_models_never_read_released_memory(reshard, four_ranks):
+    for error, message in four_ranks.run(read_views_of_fsdp, reshard):
+        assert error < 1e-5
+        assert message.startswith("W_O must be in memory, got one that FSDP has released") == reshard
 
 
 def read_views():

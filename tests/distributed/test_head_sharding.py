@@ -26,7 +26,7 @@ from polyhead import (
     Score,
     Window,
 )
-from polyhead.distributed import shard_heads, shard_items
+from polyhead.distributed import shard_heads, shard_items, sum_gradients
 from polyhead.interop.torch_transformer_layers import layer_from_torch
 from polyhead.models import bert, gpt, llama
 from polyhead.neighbourhood import Mask, Offsets
@@ -482,3 +482,53 @@ def test_bad_inputs_raise_on_every_rank(four_ranks):
         assert found.keys() == MESSAGES.keys()
         for name, message in MESSAGES.items():
             assert message in found[name], (name, found[name])
+
+
+def pass_unequal_inputs():
+    layer = shard_heads(MultiHeadAttention(WIDTH, 8))
+    with pytest.raises(ValueError) as error:
+        layer(torch.zeros(2, 5 + dist.get_rank(), WIDTH))
+    return str(error.value)
+
+
+def test_inputs_of_other_sizes_raise_on_every_rank(two_ranks):
+    for message in two_ranks.run(pass_unequal_inputs):
+        assert (
+            "query must be the same on every rank, got torch.float32 (2, 5, 24) on rank 0, torch.float32 (2, 6, 24)"
+            in message
+        )
+
+
+def share_a_weight_in_two_ways():
+    layer = MultiHeadAttention(WIDTH, 8)
+    model = nn.ModuleDict({"layer": layer, "other": nn.Linear(WIDTH, WIDTH)})
+    model["other"].weight = layer.q_proj.weight
+    with pytest.raises(ValueError, match="must not share a parameter that is cut in two ways"):
+        shard_heads(model)
+    return any(isinstance(p, DTensor) for p in model.parameters())
+
+
+def test_nothing_is_sharded_where_a_weight_is_shared_in_two_ways(two_ranks):
+    assert two_ranks.run(share_a_weight_in_two_ways) == [False, False]
+
+
+def sum_gradients_of_items_and_heads():
+    """Two ranks share the heads, two the items: gradients are DTensors over the first and sums over the second."""
+    torch.manual_seed(0)
+    layer = MultiHeadAttention(WIDTH, 8).double()
+    layer.unused = nn.Parameter(torch.ones(3))
+    x = torch.randn(2, ITEMS, WIDTH, dtype=torch.float64)
+    want = run_and_differentiate(copy.deepcopy(layer), x, over=Causal())[2]
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("items", "heads"))
+    shard_heads(layer, mesh["heads"])
+    shard = shard_items(Causal(), ITEMS, mesh["items"])
+    weight = torch.randn(2, ITEMS, WIDTH, generator=torch.Generator().manual_seed(11))
+    (layer(shard.take(x), over=shard)[0] * shard.take(weight)).sum().backward()
+    sum_gradients(layer, mesh["items"])
+    got = {name: whole(p.grad) for name, p in layer.named_parameters()}
+    assert not got.pop("unused").any()
+    return max(difference(got[name], grad) for name, grad in want.items())
+
+
+def test_gradients_are_summed_over_items_on_a_mesh_with_heads(four_ranks):
+    assert max(four_ranks.run(sum_gradients_of_items_and_heads)) < 1e-7

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from polyhead import ALiBi, Causal, Grid, Mask, MultiHeadAttention, Offsets, Padding, Rotary, Segments, Window
+from polyhead import ALiBi, Causal, Grid, Mask, MultiHeadAttention, Offsets, Padding, Rotary, Score, Segments, Window
 from polyhead.distributed import head_pieces, shard_items
 from polyhead.position import RelativeBias
 
@@ -22,6 +22,13 @@ class Case(NamedTuple):
     length: int = 37
     batch: tuple[int, ...] = (2,)
     bias: bool = False
+
+
+class Sum(Score):
+    """An additive score, whose gradients of q and k autograd may return as one tensor."""
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        return (q[..., :, None, :] + k[..., None, :, :]).sum(-1)
 
 
 def random_mask(*shape: int) -> torch.Tensor:
@@ -66,6 +73,9 @@ def make_cases() -> dict[str, Case]:
         "one item": Case(Causal(), length=1),
         "no batch axis": Case(Causal() & Window(6), batch=()),
         "two batch axes": Case(Causal(), batch=(2, 3)),
+        # blocks of one query and one key
+        "gatv2, one item per rank": Case(Causal(), {"score": "gatv2"}, length=2),
+        "additive, one item per rank": Case(Causal(), {"score": Sum}, length=4),
     }
 
 
@@ -75,7 +85,8 @@ CASES = make_cases()
 def run_case(case: Case, x: torch.Tensor, bias: torch.Tensor | None, over: Any) -> tuple[torch.Tensor, ...]:
     """The output, and the gradients of the input, of the bias and of the parameters, of a layer."""
     torch.manual_seed(1)
-    layer = MultiHeadAttention(24, 6, **copy.deepcopy(dict(case.layer))).to(x.dtype)
+    options = {name: value() if value is Sum else copy.deepcopy(value) for name, value in case.layer.items()}
+    layer = MultiHeadAttention(24, 6, **options).to(x.dtype)
     with torch.no_grad():
         for parameter in layer.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)

@@ -1,5 +1,6 @@
 """Items over ranks: what is sent, in which order, and what happens to bad input."""
 
+import copy
 import math
 
 import pytest
@@ -226,12 +227,16 @@ def pass_bad_arguments():
     expect_error(lambda: shard_items(Causal(), 10, order="spiral"), "order must be one of 'contiguous', 'zigzag'")
     expect_error(lambda: shard_items(Causal(), 10, transport="mail"), "transport must be None or one of")
     expect_error(lambda: shard_items(Causal(), -1), "length must be")
+    expect_error(lambda: shard_items(Causal(), (6, 6, 6)), r"length must be an integer or \(queries, keys\)")
     expect_error(lambda: shard_items(shard_items(None, 4), 4), "sharded already")
     expect_error(lambda: shard_items(None, 4, "cpu"), "mesh must be a DeviceMesh")
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("a", "b"))
     expect_error(lambda: shard_items(None, 4, mesh), "mesh must have one dimension")
     expect_error(lambda: attend(x, x, x, over=shard_items(Causal(), 12)), "query must have the 6 items of rank")
     expect_error(lambda: shard_items(None, 12).take(torch.zeros(5, 3)), "x must have 12 items along dim -2")
+    expect_error(lambda: shard_items(None, 12).gather(torch.zeros(5, 3)), "x must have the own rows of its rank")
+    labels = torch.arange(12)
+    assert torch.equal(shard_items(None, 12).gather(shard_items(None, 12).take(labels)), labels)
     return True
 
 
@@ -250,6 +255,59 @@ def pass_different_neighbourhoods():
 def test_neighbourhoods_that_differ_are_found_on_every_rank(two_ranks):
     for message in two_ranks.run(pass_different_neighbourhoods):
         assert "over must be the same on every rank" in message and "rank 0" in message and "rank 1" in message
+
+
+def change_a_mask_in_place():
+    keep = torch.ones(LENGTH, LENGTH, dtype=torch.bool)
+    shard = shard_items(Mask(keep), LENGTH)
+    x = torch.randn(1, HEADS, LENGTH, DIM, dtype=torch.float64)
+    own = shard.take(x)
+    errors = []
+    for _ in range(2):
+        errors.append(
+            float((attend(own, own, own, over=shard) - shard.take(attend(x, x, x, over=Mask(keep)))).abs().max())
+        )
+        keep.tril_()
+    return max(errors)
+
+
+def test_a_mask_that_changes_in_place_is_planned_anew(two_ranks):
+    assert max(two_ranks.run(change_a_mask_in_place)) < 1e-12
+
+
+def join_many_masks():
+    shard = shard_items(Causal(), LENGTH)
+    x = torch.randn(1, HEADS, LENGTH, DIM, dtype=torch.float64)
+    own, errors = shard.take(x), []
+    for seed in range(12):
+        keep = torch.rand(LENGTH, LENGTH, generator=torch.Generator().manual_seed(seed)) < 0.3
+        joined = shard & keep
+        assert shard & keep[:] is not None and copy.deepcopy(joined) is joined
+        errors.append(
+            float(
+                (attend(own, own, own, over=joined) - shard.take(attend(x, x, x, over=Causal() & Mask(keep))))
+                .abs()
+                .max()
+            )
+        )
+    return max(errors), len(shard._joined)
+
+
+def test_the_plans_of_a_few_neighbourhoods_are_kept(two_ranks):
+    for error, kept in two_ranks.run(join_many_masks):
+        assert error < 1e-12 and kept <= 8
+
+
+def need_gradients_on_one_rank():
+    x = torch.zeros(1, 2, 6, 4, requires_grad=bool(dist.get_rank()))
+    with pytest.raises(ValueError) as error:
+        attend(x, x, x, over=shard_items(Window(2), 12))
+    return str(error.value)
+
+
+def test_a_rank_that_would_skip_the_backward_pass_is_found(two_ranks):
+    for message in two_ranks.run(need_gradients_on_one_rank):
+        assert "requires_grad must be the same on every rank, got False on rank 0, True on rank 1" in message
 
 
 def pass_different_dtypes():

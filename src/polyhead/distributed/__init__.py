@@ -2,6 +2,7 @@
 
 from polyhead.distributed import item_kernels  # noqa: F401 - registers the kernels of items on several ranks
 from polyhead.distributed.agreement import check_agreement, fingerprint
+from polyhead.distributed.gradients import sum_gradients
 from polyhead.distributed.graph_part import GraphPart
 from polyhead.distributed.head_sharding import shard_heads
 from polyhead.distributed.item_shard import ItemShard, shard_items
@@ -28,5 +29,6 @@ __all__ = [
     "save_parts",
     "shard_heads",
     "shard_items",
+    "sum_gradients",
     "wait_for_ranks",
 ]

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from polyhead.distributed.local_heads import head_axis
 from polyhead.distributed.local_tensors import whole_twin
 from polyhead.heads import Heads, Origin
+from polyhead.heads.origin import is_released
 from polyhead.kernels.call import Call, repeat_grouped_heads
 from polyhead.neighbourhood import Neighbourhood
 from polyhead.score import Score
@@ -60,11 +61,11 @@ class AllHeads:
         return Heads(whole, self._gather_origin(origin, call))
 
     def _gather_origin(self, origin: Origin, call: Call) -> Origin:
-        number = call.q.shape[-3]
+        number, w_o = call.q.shape[-3], origin.w_o
         return origin._replace(
             outputs=self.concatenate(origin.outputs, -3),
             # (out, heads · dim)
-            w_o=None if origin.w_o is None else self.concatenate(origin.w_o, -1),
+            w_o=w_o if w_o is None or is_released(w_o) else self.concatenate(w_o, -1),
             gate=self._concatenate_unless_shared(origin.gate, 0, number),
             lse=None if origin.lse is None else self.concatenate(origin.lse, -2),
         )

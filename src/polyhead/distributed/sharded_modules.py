@@ -11,6 +11,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from polyhead.distributed.agreement import check_agreement
 from polyhead.distributed.all_heads import AllHeads
 from polyhead.distributed.local_heads import HeadRange, select_bias_heads, select_heads
 from polyhead.distributed.local_tensors import local_twin
@@ -69,6 +70,7 @@ class ShardedAttention(MultiHeadAttention):
         self, query: Tensor, key: Tensor | KeyValues | None, value: Tensor | None, options: AttentionOptions,
         cache: KeyValueCache | None,
     ) -> tuple[Call, Unpadding | None]:  # fmt: skip
+        self._check_same_inputs(query, key, value, options.bias)
         heads = self.head_part.heads
         whole, bias = as_neighbourhood(options.over), options.bias
         over = select_heads(whole, heads, batched=isinstance(query, Tensor) and query.dim() > 2)
@@ -82,6 +84,16 @@ class ShardedAttention(MultiHeadAttention):
         query, key, value = self._sum_gradients(query, key, value)
         options = options._replace(over=over, bias=bias, global_indices=indices)
         return super()._project_into_call(query, key, value, options, cache)
+
+    def _check_same_inputs(self, *inputs: Any) -> None:
+        """Raise where ranks pass inputs of other shapes: gloo would end the processes. Compared once for each."""
+        texts = [f"{x.dtype} {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__ for x in inputs]
+        checked: set[str] = vars(self).setdefault("_checked_inputs", set())
+        text = "; ".join(texts)
+        if text not in checked:
+            names = ("query", "key", "value", "bias")
+            check_agreement(self.head_part.ranks.group, dict(zip(names, texts, strict=True)))
+            checked.add(text)
 
     def project_kv(
         self, key: Float[Tensor, "... keys d_key"], value: Float[Tensor, "... keys d_value"] | None = None

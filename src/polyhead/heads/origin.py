@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from jaxtyping import Float
 from torch import Tensor
+from torch.nn import Parameter
 
 from polyhead.kernels import Call
 from polyhead.neighbourhood import Dense
@@ -48,6 +49,33 @@ def view_fingerprint(call: Call, origin: Origin, cache: Any) -> tuple[object, ..
         _identity_and_version(origin.w_o),
         _identity_and_version(origin.gate),
     )
+
+
+def check_unchanged(
+    call: Call, origin: Origin, cache: Any, versions: tuple[object, ...] | None, also: tuple[str, ...]
+) -> None:
+    """Raise where a tensor that weights are computed from, or `also` these, is gone or has changed since `versions`."""
+    named = {"sink": [call.sink], "score": call.score.learned(), "W_O": [origin.w_o], "gate": [origin.gate]}
+    released = [name for name, tensors in named.items() if any(map(is_released, tensors))]
+    if any(name in NEEDED_FOR_WEIGHTS or name in also for name in released):
+        raise ValueError(
+            f"{', '.join(released)} must be in memory, got one that FSDP has released after the call; shard with "
+            "reshard_after_forward=False"
+        )
+    if versions is None:
+        return
+    pairs = zip(WATCHED_TENSORS, versions, view_fingerprint(call, origin, cache), strict=True)
+    stale = [n for n, before, after in pairs if before != after and (n in NEEDED_FOR_WEIGHTS or n in also)]
+    if stale:
+        raise ValueError(
+            f"this view is stale: {', '.join(stale)} changed in place since the attention was computed; "
+            "read it before the change, or keep a copy with heads.detach()"
+        )
+
+
+def is_released(x: Tensor | None) -> bool:
+    """Whether the memory of a parameter has been given back, as by FSDP when its module has been called."""
+    return x is not None and type(x) in (Tensor, Parameter) and x.numel() > 0 and x.untyped_storage().nbytes() == 0
 
 
 def _identity_and_version(x: Tensor | None) -> tuple[int, int] | None:

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from polyhead._checks import WrongType, check_integer, describe_type, short_repr
 from polyhead.heads import grid_view
 from polyhead.heads.indexing import Index, index_into_selection, unit_slice
-from polyhead.heads.origin import NEEDED_FOR_WEIGHTS, WATCHED_TENSORS, Origin, view_fingerprint
+from polyhead.heads.origin import WATCHED_TENSORS, Origin, check_unchanged, is_released, view_fingerprint
 from polyhead.heads.tensor_interface import TensorInterface
 from polyhead.kernels import Call
 from polyhead.metrics import blockwise
@@ -137,8 +137,9 @@ class Heads(TensorInterface):
         return self._origin
 
     def check_unchanged(self) -> None:
-        """Raise where a tensor that the view refers to has changed since the call. For tools."""
-        self._part_if_unchanged(*WATCHED_TENSORS)
+        """Raise where a tensor that the view refers to has changed since the call; W_O may have been released. For tools."""
+        lacks_w_o = is_released(self._origin.w_o)
+        self._part_if_unchanged(*(name for name in WATCHED_TENSORS if name != "W_O" or not lacks_w_o))
 
     @property
     def is_self_attention(self) -> bool | None:
@@ -363,7 +364,8 @@ class Heads(TensorInterface):
 
     def _copy_tensors(self, copy_tensor: Callable[[Tensor], Tensor]) -> Heads:
         self.check_unchanged()
-        copied: Heads = pytree.tree_map_only(Tensor, copy_tensor, self._with_part(self._part))
+        copy_present = lambda x: x if is_released(x) else copy_tensor(x)
+        copied: Heads = pytree.tree_map_only(Tensor, copy_present, self._with_part(self._part))
         part = copied._part
         copied._part = part._replace(call=part.call._replace(score=copy.deepcopy(part.call.score)))
         return copied
@@ -372,16 +374,7 @@ class Heads(TensorInterface):
 
     def _part_if_unchanged(self, *also: str) -> Part:
         """The part; raises where its tensors, or `also` these, have changed since the call."""
-        if self._versions is None:
-            return self._part
-        now = view_fingerprint(self._part.call, self._origin, self._cache)
-        versions = zip(WATCHED_TENSORS, self._versions, now, strict=True)
-        stale = [n for n, before, after in versions if before != after and (n in NEEDED_FOR_WEIGHTS or n in also)]
-        if stale:
-            raise ValueError(
-                f"this view is stale: {', '.join(stale)} changed in place since the attention was computed; "
-                "read it before the change, or keep a copy with heads.detach()"
-            )
+        check_unchanged(self._part.call, self._origin, self._cache, self._versions, also)
         return self._part
 
     def _with_part(self, part: Part) -> Heads:
