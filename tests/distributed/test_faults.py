@@ -3,6 +3,7 @@
 All scenarios run at once: each is three processes that mostly wait.
 """
 
+import contextlib
 import datetime
 import multiprocessing
 import os
@@ -195,7 +196,41 @@ def test_without_a_fault_nothing_happens(scenarios):
         assert scenarios["none"].result(rank)[0] is None
 
 
-@pytest.mark.parametrize("timeout", [0, -1, float("nan"), "20"])
+def find_reports():
+    group = dist.new_group()
+    with RankWatch(20.0, group) as watch:
+        with contextlib.suppress(KeyError), watch.step(0):
+            raise KeyError("a batch that every rank skips")
+        before = watch._board.own("report")
+        with watch.step(1):
+            pass
+        return before, watch._board.own("report")
+
+
+def test_an_error_that_was_handled_is_not_blamed_later(two_ranks):
+    for before, after in two_ranks.run(find_reports):
+        assert before.startswith("raised KeyError") and after == ""
+
+
+def refuse_numbers():
+    with RankWatch(20.0) as watch:
+        for number in ("epoch 1", 1.5, None, -1):
+            with pytest.raises(ValueError, match="number must be"), watch.step(number):
+                pass
+        with pytest.raises(RuntimeError, match="database") as own, watch.step(1):
+            raise RuntimeError("database connection refused: timed out")
+    # another group of the same ranks
+    wait_for_ranks(20.0, dist.new_group([0, 1]))
+    with pytest.raises(ValueError, match="mesh must be"):
+        wait_for_ranks(20.0, 5)
+    return type(own.value)
+
+
+def test_steps_are_numbers_and_own_errors_stay(two_ranks):
+    assert two_ranks.run(refuse_numbers) == [RuntimeError] * 2
+
+
+@pytest.mark.parametrize("timeout", [1e12, 0, -1, float("nan"), "20"])
 def test_timeouts_are_positive_numbers(timeout):
     with pytest.raises(ValueError, match="timeout must be a number in"):
         wait_for_ranks(timeout)

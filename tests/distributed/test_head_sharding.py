@@ -499,6 +499,58 @@ def test_inputs_of_other_sizes_raise_on_every_rank(two_ranks):
         )
 
 
+def learn_features_and_weights_of_edges():
+    """Gradients of what every head reads of an edge are sums over the heads of all ranks."""
+    torch.manual_seed(0)
+    layer = MultiHeadAttention(WIDTH, 8, score=GATv2(8, 3, edge_dim=3), combine="concat").double()
+    x, given = torch.randn(ITEMS, WIDTH, dtype=torch.float64), [edge_features().double(), torch.rand(50).double()]
+    edges = graph().edge_index
+
+    def gradients(layer):
+        features, weights = (value.clone().requires_grad_() for value in given)
+        layer(x, over=Graph(edges, ITEMS, features, weights))[0].square().sum().backward()
+        return features.grad, weights.grad
+
+    want = gradients(layer)
+    shard_heads(layer)
+    return max(difference(*pair) for pair in zip(gradients(layer), want, strict=True))
+
+
+def test_gradients_of_edges_are_sums_over_all_heads(four_ranks):
+    assert max(four_ranks.run(learn_features_and_weights_of_edges)) < 1e-12
+
+
+def pass_modules_that_differ(kind):
+    rank = dist.get_rank()
+    module = {
+        # the same shapes
+        "heads": lambda: MultiHeadAttention(WIDTH, 8 if rank else 4),
+        "dropout": lambda: MultiHeadAttention(WIDTH, 8, dropout=0.1 * rank),
+        "heads of one rank do not divide": lambda: MultiHeadAttention(WIDTH, 3 if rank else 8),
+        "no module": lambda: None if rank else MultiHeadAttention(WIDTH, 8),
+    }[kind]()
+    with pytest.raises(ValueError) as error:
+        shard_heads(module)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("kind", ["heads", "dropout", "heads of one rank do not divide", "no module"])
+def test_modules_that_differ_raise_on_every_rank(kind, two_ranks):
+    first, second = two_ranks.run(pass_modules_that_differ, kind)
+    assert first == second and "on rank 1" in first
+
+
+def dtypes_under_autocast():
+    layer = shard_heads(TransformerLayer(MultiHeadAttention(WIDTH, 8), FeedForward(WIDTH, 2 * WIDTH)))
+    with torch.autocast("cpu", torch.bfloat16):
+        x = torch.randn(2, 5, WIDTH)
+        return layer.self_attn(x)[0].dtype, layer.feedforward(x).dtype
+
+
+def test_autocast_reaches_the_output(two_ranks):
+    assert two_ranks.run(dtypes_under_autocast) == [(torch.bfloat16, torch.bfloat16)] * 2
+
+
 def share_a_weight_in_two_ways():
     layer = MultiHeadAttention(WIDTH, 8)
     model = nn.ModuleDict({"layer": layer, "other": nn.Linear(WIDTH, WIDTH)})

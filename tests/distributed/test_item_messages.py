@@ -229,6 +229,8 @@ def pass_bad_arguments():
     expect_error(lambda: shard_items(Causal(), -1), "length must be")
     expect_error(lambda: shard_items(Causal(), (6, 6, 6)), r"length must be an integer or \(queries, keys\)")
     expect_error(lambda: shard_items(shard_items(None, 4), 4), "sharded already")
+    expect_error(lambda: shard_items(None, 4) & shard_items(None, 4), "one of both must be for the whole sequence")
+    expect_error(lambda: shard_items(None, 4).take([1.0] * 4), "x must be a tensor, got list")
     expect_error(lambda: shard_items(None, 4, "cpu"), "mesh must be a DeviceMesh")
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("a", "b"))
     expect_error(lambda: shard_items(None, 4, mesh), "mesh must have one dimension")
@@ -255,6 +257,35 @@ def pass_different_neighbourhoods():
 def test_neighbourhoods_that_differ_are_found_on_every_rank(two_ranks):
     for message in two_ranks.run(pass_different_neighbourhoods):
         assert "over must be the same on every rank" in message and "rank 0" in message and "rank 1" in message
+
+
+def compare_odd_inputs():
+    """Rows whose biases are all huge, a batch of biases where some ranks have no items, and no items at all."""
+    errors, generator = [], torch.Generator().manual_seed(3)
+    q, k, v = torch.randn(3, 2, HEADS, LENGTH, DIM, generator=generator)
+    for value in (-1e9, torch.finfo(torch.float32).min, 1e9):
+        bias = torch.zeros(LENGTH, LENGTH)
+        bias[3] = value
+        for transport in ("exchange", "ring"):
+            shard = shard_items(None, LENGTH, transport=transport)
+            out = attend(*map(shard.take, (q, k, v)), over=shard, bias=shard.take(bias))
+            want = attend(q, k, v, over=None, bias=torch.where(bias < -1, 0.0, bias.clamp(max=0.0)))
+            errors.append(float((out - shard.take(want)).abs().max()))
+    short = shard_items(Causal(), 2)
+    q, k, v = torch.randn(3, 2, HEADS, 2, DIM, generator=generator)
+    bias = torch.randn(2, HEADS, 2, 2, generator=generator)
+    out = attend(*map(short.take, (q, k, v)), over=short, bias=short.take(bias))
+    errors.append(float((out - short.take(attend(q, k, v, over=Causal(), bias=bias))).abs().sum()))
+    for length in (0, (0, 5), (5, 0)):
+        shard = shard_items(None, length)
+        queries, keys = length if isinstance(length, tuple) else (length, length)
+        q, k = shard.take(torch.randn(2, HEADS, queries, DIM)), shard.take_keys(torch.randn(2, HEADS, keys, DIM))
+        errors.append(float(attend(q, k, k, over=shard).abs().sum()))
+    return max(errors)
+
+
+def test_odd_inputs_equal_one_process(four_ranks):
+    assert max(four_ranks.run(compare_odd_inputs)) < 1e-5
 
 
 def change_a_mask_in_place():

@@ -53,7 +53,10 @@ def check_agreement(group: dist.ProcessGroup | None, what: Mapping[str, str]) ->
 
 
 def raise_on_every_rank(group: dist.ProcessGroup | None, error: Exception | None) -> None:
-    """Raise the same error on every rank of a group if any of them has one: it names the rank. Every rank must call it."""
+    """Raise the same error on every rank of a group if any of them has one: it names the rank, unless all have the same one.
+
+    Every rank must call it.
+    """
     own = b"" if error is None else str(error).encode()[:_MAX_ERROR_BYTES]
     texts = _all_gather_bytes(len(own).to_bytes(4, "little") + own.ljust(_MAX_ERROR_BYTES), group)
     ranks_of_text = defaultdict(list)
@@ -61,6 +64,8 @@ def raise_on_every_rank(group: dist.ProcessGroup | None, error: Exception | None
         content = text[4 : 4 + int.from_bytes(text[:4], "little")]
         if content:
             ranks_of_text[content.decode(errors="replace")].append(rank)
+    if error is not None and len(ranks_of_text) == 1 and len(*ranks_of_text.values()) == len(texts):
+        raise error
     if ranks_of_text:
         raise ValueError(
             "; ".join(f"on {name_ranks(ranks)}: {text}" for text, ranks in ranks_of_text.items())

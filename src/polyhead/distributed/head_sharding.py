@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.nn.utils import parametrize
 
 from polyhead._checks import WrongType, describe_type
-from polyhead.distributed.agreement import check_agreement
+from polyhead.distributed.agreement import check_agreement, raise_on_every_rank
 from polyhead.distributed.local_heads import HeadRange
 from polyhead.distributed.local_tensors import (
     LocalView,
@@ -68,13 +68,31 @@ def shard_heads(module: Model, mesh: DeviceMesh | None = None) -> Model:
         ValueError: on every rank, and before anything changes: if the ranks do not divide the heads, or have different
             modules, or the module is sharded already.
     """
+    mesh = _check_mesh(mesh, module)
+    error = None
+    try:
+        _check_module(module, mesh.size())
+    except ValueError as found:
+        error = found
+    raise_on_every_rank(mesh.get_group(), error)
+    tensors = [*module.named_parameters(), *module.named_buffers()]
+    layers = [(name, layer) for name, layer in module.named_modules() if not list(layer.children())]
+    attentions = [(name, layer) for name, layer in module.named_modules() if isinstance(layer, MultiHeadAttention)]
+    check_agreement(
+        mesh.get_group(),
+        {name: f"{tuple(x.shape)} of {x.dtype}" for name, x in tensors}
+        | {f"layer {name!r}": f"{type(layer).__name__}({layer.extra_repr()})" for name, layer in layers + attentions},
+    )
+    _share_random_state(mesh)
+    _Sharder(mesh).shard(module)
+    return module
+
+
+def _check_module(module: nn.Module, ranks: int) -> None:
+    """Raise where a module cannot be sharded."""
     if not isinstance(module, nn.Module):
         raise WrongType(f"module must be an nn.Module, got {describe_type(module)}")
-    mesh = _check_mesh(mesh, module)
-    tensors = [*module.named_parameters(), *module.named_buffers()]
-    check_agreement(mesh.get_group(), {name: f"{tuple(x.shape)} of {x.dtype}" for name, x in tensors})
-    ranks = mesh.size()
-    for name, x in tensors:
+    for name, x in (*module.named_parameters(), *module.named_buffers()):
         if isinstance(x, DTensor):
             raise ValueError(
                 f"module must not be sharded yet, got {name} as a DTensor; call shard_heads once, before fully_shard"
@@ -88,9 +106,6 @@ def shard_heads(module: Model, mesh: DeviceMesh | None = None) -> Model:
     for name, layer in attentions:
         _check_attention(name or "module", layer, ranks)
     _check_shared_parameters(module, ranks)
-    _share_random_state(mesh)
-    _Sharder(mesh).shard(module)
-    return module
 
 
 class _Sharder:
@@ -252,7 +267,7 @@ def _check_mesh(mesh: DeviceMesh | None, module: nn.Module) -> DeviceMesh:
     """The mesh, or that of all ranks."""
     if mesh is None:
         ranks = dist.get_world_size(process_group(None))
-        device = next((x.device.type for x in module.parameters()), "cpu")
+        device = next((x.device.type for x in module.parameters()), "cpu") if isinstance(module, nn.Module) else "cpu"
         return init_device_mesh(device, (ranks,), mesh_dim_names=("heads",))
     if not isinstance(mesh, DeviceMesh):
         raise WrongType(

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
+from jaxtyping import Float
 from torch import Tensor
 
 from polyhead.distributed.block_attention import ItemProblem, Rows, Terms, block_gradients
@@ -67,6 +68,9 @@ def attend_items(call: Call, transport: Transport, layouts: Layouts, group: dist
         seed = seed.clone()
         dist.broadcast(seed, group_src=0, group=group)
     bias = None if call.bias is None else flatten_batch_unless_shared(call.bias, batch, 3)
+    shift = None if bias is None else _common_bias(bias)
+    if bias is not None and shift is not None:
+        bias = bias - shift
     k = flatten_batch(call.k)
     v = k if call.v is call.k else flatten_batch(call.v)
     flat = call._replace(q=flatten_batch(call.q), k=k, v=v, bias=bias, seed=seed)
@@ -75,7 +79,24 @@ def attend_items(call: Call, transport: Transport, layouts: Layouts, group: dist
     tensors = flat.q, k, v, flat.relative_bias, bias, *learned
     saves = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
     out, lse = _ItemAttention.apply(transport, problem, saves, *tensors)
+    lse = lse if shift is None else lse + shift[..., 0]
     return out.reshape(*call.q.shape[:-1], out.shape[-1]), lse.reshape(call.q.shape[:-1])
+
+
+def _common_bias(
+    bias: Float[Tensor, "#batch #heads #queries #keys"],
+) -> Float[Tensor, "#batch #heads #queries 1"] | None:
+    """What the biases of a row have in common, without gradients; None if that is not much.
+
+    A constant changes no weight, but in a row of -1e9 a log-sum-exp in fp32 does not hold the number of keys, by which blocks are
+    merged.
+    """
+    if not bias.numel():
+        return None
+    low, high = bias.detach().aminmax(dim=-1, keepdim=True)
+    common = torch.where(high < 0, high, torch.where(low > 0, low, 0))
+    common = torch.where(common.isfinite(), common, 0)
+    return common if bool(common.any()) else None
 
 
 class _ItemAttention(torch.autograd.Function):

@@ -47,7 +47,8 @@ class Intervals(NamedTuple):
     def of(over: Neighbourhood, layouts: Layouts) -> Intervals:
         queries, keys = layouts.queries.length, layouts.keys.length
         ends = torch.broadcast_tensors(*over.interval(queries, keys, torch.device("cpu")))
-        first, stop = (end.expand(*end.shape[:-1], queries).reshape(-1, queries).clamp(0, keys) for end in ends)
+        rows = (end.expand(*end.shape[:-1], queries) for end in ends)
+        first, stop = ((end.flatten(0, -2) if end.dim() > 1 else end[None]).clamp(0, keys) for end in rows)
         return Intervals(first, torch.maximum(first, stop), keys)
 
     def pairs_per_query(self) -> Int[Tensor, " queries"]:

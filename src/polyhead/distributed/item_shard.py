@@ -188,6 +188,10 @@ class ItemShard(Neighbourhood):
     def __and__(self, other: Neighbourhood | Tensor) -> Neighbourhood:
         if not isinstance(other, (Neighbourhood, Tensor)):
             return NotImplemented
+        if isinstance(other, ItemShard):
+            raise ValueError(
+                f"&: one of both must be for the whole sequence, got {self!r} and {other!r}; join them before shard_items"
+            )
         return self._replace_over(self.over & as_neighbourhood(other))
 
     def _replace_over(self, over: Neighbourhood) -> ItemShard:

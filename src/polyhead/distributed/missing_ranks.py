@@ -11,6 +11,7 @@ import os
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,19 +20,23 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.distributed_c10d import _get_default_store
 
-from polyhead._checks import check_number
+from polyhead._checks import check_integer, check_number
 from polyhead.distributed.agreement import name_ranks
+from polyhead.distributed.process_group import process_group
 
 # A rank is silent if its heartbeat does not change for so many beats, and for so many seconds on a busy machine.
 _SILENT_BEATS, _SILENT_SECONDS = 3, 3.0
 # Seconds between two looks at the store: at first, and at most.
 _FIRST_POLL_SECONDS, _POLL_SECONDS = 0.001, 0.05
 # What errors of gloo's and NCCL's collectives say.
-_COMMUNICATION_WORDS = ("gloo", "nccl", "timed out", "connection", "broken pipe")
+_COMMUNICATION_WORDS = ("gloo", "nccl", "c10d")
+# A week: longer ones do not fit what waits for them.
+_MAX_SECONDS = 604800.0
 _REMEDY = "look at its log, then start again from the last checkpoint"
 
-_boards: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
-_barriers: weakref.WeakKeyDictionary[dist.ProcessGroup, _Board] = weakref.WeakKeyDictionary()
+# By the group of all ranks, and by the ranks of a group: several groups may have the same.
+_boards: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, ...]]] = weakref.WeakKeyDictionary()
+_barriers: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], _Board]] = weakref.WeakKeyDictionary()
 
 
 def wait_for_ranks(timeout: float, group: dist.ProcessGroup | None = None) -> None:
@@ -43,9 +48,9 @@ def wait_for_ranks(timeout: float, group: dist.ProcessGroup | None = None) -> No
     Raises:
         RuntimeError: after `timeout` seconds. It names the missing ranks. A rank that comes later gets an error too.
     """
-    check_number("timeout", timeout, 0, ends="()")
-    key = _group_key(group)
-    before = _barriers.get(key)
+    timeout = _check_timeout(timeout)
+    barriers, ranks = _barriers.setdefault(process_group(None), {}), _ranks_of(group)
+    before = barriers.get(ranks)
     board, start = _Board(group, timeout, before), time.monotonic()
     with board.reachable("the barrier", start, None):
         board.write("here", "yes")
@@ -60,7 +65,7 @@ def wait_for_ranks(timeout: float, group: dist.ProcessGroup | None = None) -> No
         if before is not None:
             # every rank is here, and so has left the barrier before
             before.erase()
-        _barriers[key] = board
+        barriers[ranks] = board
         gave_up = [rank for rank, text in zip(board.ranks, board.read("gave up"), strict=True) if text]
     if gave_up:
         own = dist.get_rank()
@@ -83,12 +88,13 @@ class RankWatch:
     """
 
     def __init__(self, timeout: float, group: dist.ProcessGroup | None = None) -> None:
-        self.timeout = check_number("timeout", timeout, 0, ends="()")
+        self.timeout = _check_timeout(timeout)
         self._beat_seconds = min(1.0, timeout / 10)
         self._silent_seconds = max(_SILENT_SECONDS, _SILENT_BEATS * self._beat_seconds)
         wait_for_ranks(timeout, group)
         # a rank that waits for an answer of the store must not delay the heartbeat: one connection each
         self._board = _Board(group, self._silent_seconds)
+        self._has_raised = False
         self._heart = _Heart(self._board.clone(), self._beat_seconds)
         self._heart.start()
 
@@ -114,9 +120,13 @@ class RankWatch:
             RuntimeError: where a collective failed because of another rank. It names that rank, and its cause is the
                 collective's own error. Other errors of this rank are raised as they are, and told to the other ranks.
         """
-        start = time.monotonic()
+        number, start = check_integer("number", number, 0), time.monotonic()
         with self._board.reachable(f"step {number}", start, None):
             self._board.write("step", str(number))
+            if self._has_raised:
+                # the error was handled: it is not why a later step fails
+                self._board.write("report", "")
+                self._has_raised = False
         try:
             yield
         except BaseException as error:
@@ -128,6 +138,7 @@ class RankWatch:
                     self._linger(start)
                 if found is None:
                     self._board.write("report", f"raised {type(error).__name__}: {error}"[:500])
+                    self._has_raised = True
                     raise
             raise RuntimeError(found) from error
 
@@ -216,10 +227,11 @@ class _Board:
 
     def __init__(self, group: dist.ProcessGroup | None, answer_seconds: float, before: _Board | None = None) -> None:
         """`before` is a board whose connection this one takes over."""
-        key = _group_key(group)
+        self.ranks = list(_ranks_of(group))
         # every rank makes its boards in the same order
-        number = _boards[key] = _boards.get(key, 0) + 1
-        self.ranks = dist.get_process_group_ranks(group)
+        made = _boards.setdefault(process_group(None), Counter())
+        made[tuple(self.ranks)] += 1
+        number = made[tuple(self.ranks)]
         self._group_rank = dist.get_rank(group)
         self._prefix = f"polyhead/{'-'.join(map(str, self.ranks))}/{number}"
         self._seconds = answer_seconds
@@ -315,10 +327,16 @@ class _Board:
             ) from (cause or error)
 
 
-def _group_key(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    key = group or dist.group.WORLD
-    assert key is not None
-    return key
+def _ranks_of(group: dist.ProcessGroup | None) -> tuple[int, ...]:
+    """The ranks of a group, of which this process must be one."""
+    ranks = tuple(dist.get_process_group_ranks(process_group(group)))
+    if dist.get_rank() not in ranks:
+        raise ValueError(f"group must have rank {dist.get_rank()}, which calls this, got one of ranks {list(ranks)}")
+    return ranks
+
+
+def _check_timeout(timeout: float) -> float:
+    return check_number("timeout", timeout, 0, _MAX_SECONDS, "()")
 
 
 def _is_communication_error(error: BaseException) -> bool:

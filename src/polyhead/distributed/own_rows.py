@@ -7,16 +7,25 @@ import torch.distributed as dist
 from jaxtyping import Int
 from torch import Tensor
 
+from polyhead._checks import WrongType, describe_type
 from polyhead.distributed.agreement import communication_device, name_ranks
+
+
+def check_tensor(x: object) -> None:
+    """Raise unless `x` is a tensor."""
+    if not isinstance(x, Tensor):
+        raise WrongType(f"x must be a tensor, got {describe_type(x)}")
 
 
 def item_axis(x: Tensor, dim: int | None) -> int:
     """The axis of items: -2 by default, and 0 for a tensor with one axis, such as labels."""
+    check_tensor(x)
     return dim if dim is not None else 0 if x.dim() == 1 else -2
 
 
 def take_rows(x: Tensor, dim: int, own: Int[Tensor, " own"], total: int, items: str) -> Tensor:
     """The rows `own` of a tensor that has `total` of them along an axis; `items` is what they are called."""
+    check_tensor(x)
     if not -x.dim() <= dim < x.dim() or x.shape[dim] != total:
         raise ValueError(f"x must have {total} {items} along dim {dim}, got shape {tuple(x.shape)}; pass dim=")
     return x.index_select(dim, own.to(x.device))
@@ -27,6 +36,7 @@ def gather_rows(x: Tensor, dim: int, own: Int[Tensor, " own"], total: int, group
 
     Every rank must call it; where one of them passes other rows than its own, all raise.
     """
+    check_tensor(x)
     fits = -x.dim() <= dim < x.dim() and x.shape[dim] == len(own)
     if group is None:
         _check_fit([fits], [0], x, dim, own)

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from polyhead import _files
-from polyhead._checks import check_dense_tensor
+from polyhead._checks import WrongType, check_dense_tensor, describe_type
 from polyhead.distributed.agreement import check_agreement, raise_on_every_rank
 from polyhead.distributed.graph_part import GraphPart, PartPlace
 from polyhead.distributed.partition import Partition
@@ -48,12 +48,20 @@ def save_parts(
         folder: is created if needed. Every file is written atomically; files of different calls are not loaded together.
         rows: tensors with a row per node of the whole graph, such as features, labels and masks.
     """
+    if not isinstance(parts, Partition):
+        raise WrongType(f"parts must be what partition returns, got {describe_type(parts)}")
+    if rows is not None and not isinstance(rows, Mapping):
+        raise WrongType(f"rows must be tensors by name, got {describe_type(rows)}")
     rows = {} if rows is None else dict(rows)
     nodes = parts.graph.sources
     for name, x in rows.items():
         check_dense_tensor(f"rows[{name!r}]", x, "with a row per node")
         if x.dim() == 0 or len(x) != nodes:
             raise ValueError(f"rows[{name!r}] must have a row per node, {nodes}, got shape {tuple(x.shape)}")
+        if x.is_complex() or x.dtype in (torch.uint16, torch.uint32, torch.uint64):
+            raise ValueError(
+                f"rows[{name!r}] must be of a dtype that is stored and indexed, got {x.dtype}; convert it first"
+            )
     folder = Path(folder)
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"folder must be a folder or a new path, got a file: {folder}")
@@ -81,8 +89,8 @@ def load_part(folder: str | os.PathLike[str], mesh: DeviceMesh | dist.ProcessGro
     save_id, loaded, error = "", None, None
     try:
         loaded, save_id = _read(_find_file(Path(folder), rank, ranks))
-    except (ValueError, OSError, ImportError) as found:
-        error = found
+    except (TypeError, ValueError, OSError, ImportError) as found:
+        error = found if isinstance(found, ValueError) else ValueError(str(found))
     raise_on_every_rank(group, error)
     check_agreement(group, {"the call of save_parts": save_id})
     assert loaded is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Sequence
 from typing import Any, NoReturn
@@ -19,7 +20,7 @@ from polyhead.distributed.reductions import gather_features, sum_gradient_over_r
 from polyhead.kernels.call import Call
 from polyhead.linalg.skinny_gemm import linear
 from polyhead.manifold import Manifold
-from polyhead.neighbourhood import Neighbourhood, as_neighbourhood
+from polyhead.neighbourhood import Graph, Neighbourhood, as_neighbourhood
 from polyhead.nn import FeedForward, KeyValueCache, KeyValues, MultiHeadAttention
 from polyhead.nn.skip_padded_rows import Unpadding
 from polyhead.nn.weight_manifolds import weight_manifolds
@@ -82,6 +83,10 @@ class ShardedAttention(MultiHeadAttention):
         assert options.global_indices is not None
         indices = options.global_indices._replace(all_heads=all_heads)
         query, key, value = self._sum_gradients(query, key, value)
+        if isinstance(over, Graph):
+            features, weights = self._sum_gradients(over.features, over.weights)
+            over = copy.copy(over)
+            over.features, over.weights = features, weights
         options = options._replace(over=over, bias=bias, global_indices=indices)
         return super()._project_into_call(query, key, value, options, cache)
 
@@ -161,4 +166,4 @@ class RowwiseLinear(nn.Linear):
 
     def forward(self, x: Float[Tensor, "... own_features"]) -> Float[Tensor, "... out"]:
         y = sum_over_ranks(linear(x, self.weight), self.ranks.group, owned=True)
-        return y if self.bias is None else y + self.bias
+        return y if self.bias is None else y + self.bias.to(y.dtype)

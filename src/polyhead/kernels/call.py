@@ -110,7 +110,8 @@ def flatten_batch_unless_shared(x: Tensor, batch: tuple[int, ...], own: int) -> 
     rest = shape[len(shape) - own :]
     if all(n == 1 for n in shape[: len(shape) - own]):
         return x.reshape(1, *rest)
-    return x.expand(*batch, *rest).reshape(-1, *rest)
+    # not reshape(-1, …): there may be no queries
+    return x.expand(*batch, *rest).flatten(0, len(batch) - 1)
 
 
 def key_intervals(call: Call) -> tuple[Int[Tensor, "rows queries"], Int[Tensor, "rows queries"]]:
