@@ -10,7 +10,7 @@ from polyhead.nn import KeyValueCache, MultiHeadAttention, from_conv, to_conv
 from polyhead.position import ALiBi, Position, QuadraticOffset, RelativeBias, RopeScaling, Rotary
 from polyhead.score import GAT, Dot, GATv2, Score
 
-__version__ = "0.7.1"
+__version__ = "0.8.0"
 
 __all__ = [
     "GAT",

@@ -33,7 +33,7 @@ def cut_by_metis(graph: Graph, parts: int) -> Int[Tensor, " nodes"]:
         ) from error
     nodes = graph.sources
     if parts == 1 or nodes == 0 or graph.num_edges == 0:
-        return cut_into_stretches(graph, parts)
+        return cut_contiguously(graph, parts)
     source, destination = graph.edge_index.cpu()
     # METIS takes each pair of neighbours once in both directions, and no loops
     apart = source != destination
@@ -46,7 +46,7 @@ def cut_by_metis(graph: Graph, parts: int) -> Int[Tensor, " nodes"]:
     return torch.as_tensor(owner, dtype=torch.long)
 
 
-def cut_into_stretches(graph: Graph, parts: int) -> Int[Tensor, " nodes"]:
+def cut_contiguously(graph: Graph, parts: int) -> Int[Tensor, " nodes"]:
     """The part of each node such that every part has consecutive nodes, and about the same number of in-edges and nodes."""
     work = _work(graph)
     # a node belongs to the part in which the middle of its work lies

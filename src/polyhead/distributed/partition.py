@@ -12,7 +12,7 @@ from jaxtyping import Int, Integer
 from torch import Tensor
 
 from polyhead._checks import WrongType, as_tensor, check_integer, short_repr
-from polyhead.distributed.graph_cut import CutMethod, cut_by_metis, cut_into_stretches, metis_is_installed
+from polyhead.distributed.graph_cut import CutMethod, cut_by_metis, cut_contiguously, metis_is_installed
 from polyhead.distributed.graph_part import GraphPart, PartPlace
 from polyhead.distributed.row_exchange import RowPlan
 from polyhead.neighbourhood import Graph
@@ -60,7 +60,7 @@ def partition(
     elif method == "metis" or (method is None and metis_is_installed()):
         owner = cut_by_metis(graph, parts)
     else:
-        owner = cut_into_stretches(graph, parts)
+        owner = cut_contiguously(graph, parts)
     return Partition(graph, owner, parts)
 
 

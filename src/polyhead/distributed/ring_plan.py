@@ -24,35 +24,35 @@ class Hop(NamedTuple):
     blocks: list[Block]
     forward: slice
     """The places of the keys that go on to the next rank."""
-    own_kept: Int[Tensor, " rows"]
+    own_final: Int[Tensor, " rows"]
     """The places, among this rank's own keys, of those that go no further than the rank that holds them at this hop."""
 
     @property
-    def kept(self) -> Int[Tensor, " rows"]:
+    def final(self) -> Int[Tensor, " rows"]:
         """The places of the keys that go no further."""
         places = torch.arange(len(self.key_index))
         return torch.cat((places[: self.forward.start], places[self.forward.stop :]))
 
 
 class RingPlan(NamedTuple):
-    """The hops of one rank. `step` is +1 if keys go to the next higher rank, -1 if to the next lower one."""
+    """The hops of one rank. `direction` is +1 if keys go to the next higher rank, -1 if to the next lower one."""
 
     rank: int
     ranks: int
-    step: int
+    direction: int
     hops: list[Hop]
 
     @property
     def next_rank(self) -> int:
-        return (self.rank + self.step) % self.ranks
+        return (self.rank + self.direction) % self.ranks
 
     @property
     def previous_rank(self) -> int:
-        return (self.rank - self.step) % self.ranks
+        return (self.rank - self.direction) % self.ranks
 
     def holder(self, hop: int) -> int:
         """The rank that holds this rank's own keys at a hop."""
-        return (self.rank + self.step * hop) % self.ranks
+        return (self.rank + self.direction * hop) % self.ranks
 
     @property
     def received_rows(self) -> int:
@@ -82,24 +82,26 @@ class KeyHulls(NamedTuple):
         high = torch.zeros(layout.ranks, dtype=torch.long).scatter_reduce(0, owner, intervals.stop[live], "amax")
         return KeyHulls(low, high)
 
-    def downstream(self, rank: Int[Tensor, " some"], step: int) -> KeyHulls:
-        """The hulls (some, ranks - 1) of the ranks `rank`, `rank + step`, …: entry j is for the first j + 1 of them."""
+    def downstream(self, rank: Int[Tensor, " some"], direction: int) -> KeyHulls:
+        """The hulls (some, ranks - 1) of the ranks `rank`, `rank + direction`, …: entry j is for the first j + 1 of them."""
         ranks = len(self.low)
-        index = (rank[:, None] + step * torch.arange(ranks - 1)) % ranks
+        index = (rank[:, None] + direction * torch.arange(ranks - 1)) % ranks
         return KeyHulls(self.low[index].cummin(1).values, self.high[index].cummax(1).values)
 
 
 def make_ring_plan(layouts: Layouts, rank: int, intervals: Intervals) -> RingPlan:
     """Plan the hops for rank `rank`, in the direction in which fewer keys travel."""
     ranks, hulls = layouts.keys.ranks, KeyHulls.of(intervals, layouts.queries)
-    step = min((1, -1), key=lambda direction: _travelling_rows(layouts.keys, hulls, direction))
+    direction = min((1, -1), key=lambda direction: _travelling_rows(layouts.keys, hulls, direction))
     # from here on: this rank and those after it, and the same without this rank
-    low, high = (x[0].tolist() for x in hulls.downstream(torch.tensor([rank]), step))
-    next_low, next_high = (x[0].tolist() for x in hulls.downstream(torch.tensor([(rank + step) % ranks]), step))
+    low, high = (x[0].tolist() for x in hulls.downstream(torch.tensor([rank]), direction))
+    next_low, next_high = (
+        x[0].tolist() for x in hulls.downstream(torch.tensor([(rank + direction) % ranks]), direction)
+    )
     own_queries, own_keys = layouts.queries.items(rank), layouts.keys.items(rank)
     hops = []
     for hop in range(ranks):
-        owner = (rank - step * hop) % ranks
+        owner = (rank - direction * hop) % ranks
         # at this hop the keys of `owner` are needed by this rank and the ranks - 1 - hop after it
         key_index = (
             own_keys if hop == 0 else _inside(layouts.keys.items(owner), low[ranks - 1 - hop], high[ranks - 1 - hop])
@@ -107,16 +109,16 @@ def make_ring_plan(layouts: Layouts, rank: int, intervals: Intervals) -> RingPla
         left = ranks - 2 - hop
         forward = _places_inside(key_index, next_low[left], next_high[left]) if left >= 0 else slice(0, 0)
         blocks = make_blocks(intervals, own_queries, key_index)
-        hops.append(Hop(owner, key_index, blocks, forward, _own_kept(layouts.keys, rank, hop, step, hulls)))
-    return RingPlan(rank, ranks, step, hops)
+        hops.append(Hop(owner, key_index, blocks, forward, _own_final(layouts.keys, rank, hop, direction, hulls)))
+    return RingPlan(rank, ranks, direction, hops)
 
 
-def _own_kept(layout: ItemLayout, rank: int, hop: int, step: int, hulls: KeyHulls) -> Int[Tensor, " rows"]:
+def _own_final(layout: ItemLayout, rank: int, hop: int, direction: int, hulls: KeyHulls) -> Int[Tensor, " rows"]:
     """The places of own keys that the rank which holds them at this hop does not pass on."""
     ranks, own = layout.ranks, layout.items(rank)
     if hop == 0:
         return own[:0]
-    reach = lambda at: hulls.downstream(torch.tensor([(rank + step * at) % ranks]), step)
+    reach = lambda at: hulls.downstream(torch.tensor([(rank + direction * at) % ranks]), direction)
     held, further = reach(hop), reach(hop + 1)
     inside = _places_inside(own, int(held.low[0, ranks - 1 - hop]), int(held.high[0, ranks - 1 - hop]))
     left = ranks - 2 - hop
@@ -135,14 +137,14 @@ def _inside(index: Int[Tensor, " keys"], low: int, high: int) -> Int[Tensor, " s
     return index[_places_inside(index, low, high)]
 
 
-def _travelling_rows(layout: ItemLayout, hulls: KeyHulls, step: int) -> int:
+def _travelling_rows(layout: ItemLayout, hulls: KeyHulls, direction: int) -> int:
     """The keys that all ranks receive in one direction."""
     ranks = layout.ranks
     if ranks == 1:
         return 0
-    low, high = hulls.downstream(torch.arange(ranks), step)
+    low, high = hulls.downstream(torch.arange(ranks), direction)
     hop = torch.arange(1, ranks)
-    owner = (torch.arange(ranks)[:, None] - step * hop) % ranks
+    owner = (torch.arange(ranks)[:, None] - direction * hop) % ranks
     low, high = low[:, ranks - 1 - hop], high[:, ranks - 1 - hop]
     total = 0
     for begin, end in _run_bounds(layout):

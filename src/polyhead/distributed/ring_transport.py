@@ -52,13 +52,13 @@ class RingTransport:
             own = gradient if number == 0 else own
             if pending is not None:
                 gradient += pending.wait()
-                own[self.plan.hops[number - 1].own_kept] += pending.returned
+                own[self.plan.hops[number - 1].own_final] += pending.returned
             # at hop 0 rows are with their owner: there is nothing to add yet
             pending = None if number == 0 else self._start_gradients(number, gradient)
             held = messages.wait()
         if pending is not None:
             pending.wait()
-            own[self.plan.hops[-1].own_kept] += pending.returned
+            own[self.plan.hops[-1].own_final] += pending.returned
         dk, dv = layout.unpack(own)
         return gradients.total(dk, None if layout.values_are_keys else dv)
 
@@ -75,8 +75,8 @@ class RingTransport:
         messages = Messages(self.group, gradient)
         messages.send(gradient[hop.forward], plan.next_rank)
         messages.receive(self._next_keys(number), plan.previous_rank)
-        messages.send(gradient[hop.kept], hop.owner, _RETURN)
-        messages.receive(len(hop.own_kept), plan.holder(number), _RETURN)
+        messages.send(gradient[hop.final], hop.owner, _RETURN)
+        messages.receive(len(hop.own_final), plan.holder(number), _RETURN)
         return messages.start()
 
     def _next_keys(self, number: int) -> int:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from polyhead.distributed.agreement import check_agreement
-from polyhead.distributed.all_heads import AllHeads
+from polyhead.distributed.head_gatherer import HeadGatherer
 from polyhead.distributed.local_heads import HeadRange, select_bias_heads, select_heads
 from polyhead.distributed.local_tensors import local_twin
 from polyhead.distributed.reductions import gather_features, sum_gradient_over_ranks, sum_over_ranks
@@ -79,9 +79,9 @@ class ShardedAttention(MultiHeadAttention):
             (bias,) = self._sum_gradients(bias)
             bias = select_bias_heads(bias, whole, heads)
         whole = whole.bind_self_attention(key is None or key is query)
-        all_heads = AllHeads(self.head_part.ranks.mesh, whole, self.score)
+        head_gatherer = HeadGatherer(self.head_part.ranks.mesh, whole, self.score)
         assert options.global_indices is not None
-        indices = options.global_indices._replace(all_heads=all_heads)
+        indices = options.global_indices._replace(head_gatherer=head_gatherer)
         query, key, value = self._sum_gradients(query, key, value)
         if isinstance(over, Graph):
             features, weights = self._sum_gradients(over.features, over.weights)

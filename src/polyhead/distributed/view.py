@@ -13,8 +13,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from polyhead._checks import WrongType, describe_type
-from polyhead.distributed.all_heads import AllHeads
 from polyhead.distributed.graph_part import GraphPart
+from polyhead.distributed.head_gatherer import HeadGatherer
 from polyhead.distributed.item_heads import gather_item_heads, item_mean_mass, item_received
 from polyhead.distributed.item_shard import ItemShard
 from polyhead.distributed.node_heads import gather_node_heads, node_mean_mass, node_received
@@ -41,8 +41,8 @@ def gather(heads: Heads | Mapping[str, Heads]) -> Heads | dict[str, Heads]:
     """
     if isinstance(heads, Mapping):
         return {name: gather(view) for name, view in heads.items()}
-    all_heads = _check_whole_view(heads)
-    whole = heads if all_heads is None else all_heads.gather(heads)
+    head_gatherer = _check_whole_view(heads)
+    whole = heads if head_gatherer is None else head_gatherer.gather(heads)
     if isinstance(whole.over, ItemShard):
         return gather_item_heads(whole)
     return gather_node_heads(whole) if isinstance(whole.over, GraphPart) else whole
@@ -54,12 +54,12 @@ def received(heads: Heads) -> Float[Tensor, "... heads keys"]:
 
     Every rank must call it.
     """
-    all_heads = _check_whole_view(heads)
+    head_gatherer = _check_whole_view(heads)
     if isinstance(heads.over, ItemShard):
         own = item_received(heads)
     else:
         own = node_received(heads) if isinstance(heads.over, GraphPart) else heads.received()
-    return own if all_heads is None else all_heads.concatenate(own, -2)
+    return own if head_gatherer is None else head_gatherer.concatenate(own, -2)
 
 
 @torch.no_grad()
@@ -71,15 +71,15 @@ def mean_mass(heads: Heads, on: str | int | Bool[Tensor, " keys"]) -> Float[Tens
     Args:
         on: `"self"`, `"previous"`, `"next"` or `"first"`; or the offset of the key from the query; or a bool tensor of all keys.
     """
-    all_heads = _check_whole_view(heads)
+    head_gatherer = _check_whole_view(heads)
     if isinstance(heads.over, ItemShard):
         own = item_mean_mass(heads, on)
     else:
         own = node_mean_mass(heads, on) if isinstance(heads.over, GraphPart) else heads.mass(on).mean(-1)
-    return own if all_heads is None else all_heads.concatenate(own, -1)
+    return own if head_gatherer is None else head_gatherer.concatenate(own, -1)
 
 
-def _check_whole_view(heads: Heads) -> AllHeads | None:
+def _check_whole_view(heads: Heads) -> HeadGatherer | None:
     """What finds the heads of other ranks, if there are such heads. Raises unless `heads` is the view of a call, unchanged."""
     if not isinstance(heads, Heads):
         raise WrongType(f"heads must be the view that a layer returns, got {describe_type(heads)}")
@@ -92,9 +92,9 @@ def _check_whole_view(heads: Heads) -> AllHeads | None:
     at = call.global_indices
     if at is None or at.num_heads is None:
         return None
-    if at.all_heads is None:
+    if at.head_gatherer is None:
         raise ValueError(
             "heads must be on the ranks that computed them, got a copy that was loaded; gather them before they are saved"
         )
-    found: AllHeads = at.all_heads
+    found: HeadGatherer = at.head_gatherer
     return found

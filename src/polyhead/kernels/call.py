@@ -23,7 +23,7 @@ class GlobalIndices(NamedTuple):
     """The heads of the whole attention; None if the call has all of them."""
     queries: Int[Tensor, " queries"] | None = None
     keys: Int[Tensor, " keys"] | None = None
-    all_heads: Any = None
+    head_gatherer: Any = None
     """What finds the heads that are computed elsewhere, for `polyhead.distributed.gather`."""
 
 

@@ -1,4 +1,4 @@
-"""AllHeads: what a rank needs to show the heads of all ranks, where it computes some of them."""
+"""HeadGatherer: what a rank needs to show the heads of all ranks, where it computes some of them."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from polyhead.neighbourhood import Neighbourhood
 from polyhead.score import Score
 
 
-class AllHeads:
+class HeadGatherer:
     """The ranks that share the heads of an attention, and its neighbourhood and score for all of them.
 
-    A call refers to it in `global_indices.all_heads`.
+    A call refers to it in `global_indices.head_gatherer`.
     """
 
     def __init__(self, mesh: DeviceMesh, over: Neighbourhood, score: Score) -> None:
         self.mesh, self.over, self.score = mesh, over, score
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> AllHeads:
+    def __deepcopy__(self, memo: dict[int, Any]) -> HeadGatherer:
         # process groups cannot be copied
         return self
 
@@ -56,7 +56,7 @@ class AllHeads:
             relative_bias=self._concatenate_unless_shared(call.relative_bias, 0, number),
             bias=self._concatenate_unless_shared(call.bias, head_axis(self.over), number),
             sink=self._concatenate_unless_shared(call.sink, 0, number),
-            global_indices=call.global_indices._replace(first_head=0, num_heads=None, all_heads=None),
+            global_indices=call.global_indices._replace(first_head=0, num_heads=None, head_gatherer=None),
         )  # fmt: skip
         return Heads(whole, self._gather_origin(origin, call))
 
