@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 from torch.nn import Parameter
@@ -75,7 +76,10 @@ def check_unchanged(
 
 def is_released(x: Tensor | None) -> bool:
     """Whether the memory of a parameter has been given back, as by FSDP when its module has been called."""
-    return x is not None and type(x) in (Tensor, Parameter) and x.numel() > 0 and x.untyped_storage().nbytes() == 0
+    # a tensor that is traced or transformed has no memory to look at
+    if x is None or torch.compiler.is_compiling() or type(x) not in (Tensor, Parameter):
+        return False
+    return x.numel() > 0 and x.untyped_storage().nbytes() == 0
 
 
 def _identity_and_version(x: Tensor | None) -> tuple[int, int] | None:
