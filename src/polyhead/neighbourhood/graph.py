@@ -10,12 +10,19 @@ from jaxtyping import Bool, Float, Int, Integer
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from polyhead._checks import LARGEST_INT32, LARGEST_INT64, WrongType, as_tensor, check_integer, short_repr
+from polyhead._checks import WrongType, as_tensor, short_repr
 from polyhead._foreign_arguments import GRAPH, PyGData, read_pyg_data, translate_foreign_arguments
 from polyhead._old_checkpoints import GRAPH_FIELDS
 from polyhead._torch import is_tracing_or_dataless, to_at_least_fp32
 from polyhead.neighbourhood.base import Neighbourhood, as_neighbourhood, intersection_parts
 from polyhead.neighbourhood.csr import CSR, build_csr, check_csr_dtypes_and_shapes, check_csr_values
+from polyhead.neighbourhood.graph_inputs import (
+    check_edge_features,
+    check_edge_index,
+    check_edge_weights,
+    check_num_nodes,
+    edges_of_sparse_matrix,
+)
 from polyhead.neighbourhood.shapes import Sizes
 
 
@@ -49,12 +56,12 @@ class Graph(Neighbourhood):
         if pyg_data is not None:
             edge_index, num_nodes = pyg_data[0], pyg_data[1] if num_nodes is None else num_nodes
         if isinstance(edge_index, Tensor) and edge_index.layout != torch.strided:
-            edge_index, num_nodes, weights = _edges_of_sparse_matrix(edge_index, num_nodes, weights)
+            edge_index, num_nodes, weights = edges_of_sparse_matrix(edge_index, num_nodes, weights)
         edge_index = check_edge_index(edge_index)
-        self.sources, self.destinations = _check_num_nodes(num_nodes, edge_index)
+        self.sources, self.destinations = check_num_nodes(num_nodes, edge_index)
         self.csr = build_csr(edge_index, self.sources, self.destinations)
-        self.features = None if features is None else _check_edge_features(features, edge_index.shape[1])
-        self.weights = None if weights is None else _check_edge_weights(weights, edge_index.shape[1])
+        self.features = None if features is None else check_edge_features(features, edge_index.shape[1])
+        self.weights = None if weights is None else check_edge_weights(weights, edge_index.shape[1])
         # of a filtered graph: the indices of its edges in the original graph
         self.edge_ids: Int[Tensor, " edges"] | None = None
 
@@ -292,103 +299,6 @@ class Graph(Neighbourhood):
         nodes = f"{self.sources}" if self.sources == self.destinations else f"{self.sources} → {self.destinations}"
         more = "".join(f", {name}" for name in ("features", "weights") if getattr(self, name) is not None)
         return f"Graph({nodes} nodes, {self.num_edges} edges{more})"
-
-
-def check_edge_index(edge_index: object) -> Integer[Tensor, "2 edges"]:
-    """Edges as a tensor: integers in two rows."""
-    edges = as_tensor("edge_index", edge_index, "of integers (2, edges)")
-    if edges.dim() != 2 or edges.shape[0] != 2:
-        transposed = edges.dim() == 2 and edges.shape[1] == 2
-        hint = "pass edge_index.T" if transposed else "sources in the first row, destinations in the second"
-        if edges.dim() == 2 and edges.shape[0] == edges.shape[1]:
-            hint = "for an adjacency matrix with a row per source pass matrix.nonzero().T"
-        raise ValueError(f"edge_index must have shape (2, edges), got {tuple(edges.shape)}; {hint}")
-    # torch makes an empty list a tensor of floats
-    if edges.numel() == 0:
-        return edges.long()
-    if edges.is_floating_point() or edges.is_complex() or edges.dtype == torch.bool:
-        raise ValueError(
-            f"edge_index must be integers, the indices of nodes, got {edges.dtype}; pass edge_index.long()"
-        )
-    # torch has no maximum of these dtypes; an index beyond 63 bits becomes negative, which is refused
-    return edges.long() if edges.dtype in (torch.uint16, torch.uint32, torch.uint64) else edges
-
-
-def _check_num_nodes(num_nodes: object, edge_index: Tensor) -> tuple[int, int]:
-    if num_nodes is None:
-        if is_tracing_or_dataless(edge_index):
-            raise ValueError(
-                "num_nodes must be passed inside torch.compile and torch.func, and for tensors without values, got None"
-            )
-        # the operator takes 64 bits, and refuses as many nodes
-        nodes = min(int(edge_index.max()), LARGEST_INT64 - 1) + 1 if edge_index.numel() else 0
-        return max(nodes, 0), max(nodes, 0)
-    pair = num_nodes if isinstance(num_nodes, (tuple, list)) else (num_nodes, num_nodes)
-    if len(pair) != 2:
-        raise ValueError(
-            f"Graph: num_nodes must be an integer, or (sources, destinations), got {short_repr(num_nodes)}"
-        )
-    # indptr has an entry more than there are nodes, and CSR is int32
-    sources, destinations = (check_integer("Graph: num_nodes", n, 0, LARGEST_INT32 - 1) for n in pair)
-    return sources, destinations
-
-
-def _check_edge_features(features: Tensor, edges: int) -> Float[Tensor, "edges dim"]:
-    features = as_tensor("features", features, "(edges, dim)")
-    features = features[:, None] if features.dim() == 1 else features
-    if features.dim() != 2 or features.shape[0] != edges or not features.is_floating_point():
-        raise ValueError(
-            f"features must be floating-point numbers (edges, dim) = ({edges}, dim), got {features.dtype} of shape "
-            f"{tuple(features.shape)}"
-        )
-    return features
-
-
-def _check_edge_weights(weights: Tensor, edges: int) -> Float[Tensor, " edges"]:
-    weights = as_tensor("weights", weights, "(edges,)")
-    if tuple(weights.shape) != (edges,) or not weights.is_floating_point():
-        raise ValueError(
-            f"weights must be floating-point numbers (edges,) = ({edges},), got {weights.dtype} of shape {tuple(weights.shape)}"
-        )
-    if not is_tracing_or_dataless(weights) and bool(weights.isnan().any()):
-        raise ValueError(f"weights must not contain NaN, got {int(weights.isnan().sum())} of {edges}")
-    return weights
-
-
-def check_sparse_indices(name: str, matrix: Tensor) -> None:
-    """Raise where the indices of a sparse matrix are out of bounds: torch does not check them by default."""
-    layout, size = matrix.layout, matrix.shape
-    try:
-        if layout == torch.sparse_coo:
-            torch.sparse_coo_tensor(matrix._indices(), matrix._values(), size, check_invariants=True)
-            return
-        by_row = layout in (torch.sparse_csr, torch.sparse_bsr)
-        starts = matrix.crow_indices() if by_row else matrix.ccol_indices()
-        ends = matrix.col_indices() if by_row else matrix.row_indices()
-        torch.sparse_compressed_tensor(starts, ends, matrix.values(), size, layout=layout, check_invariants=True)
-    except RuntimeError as error:
-        raise ValueError(
-            f"{name} must be a sparse matrix with indices in bounds, got one that torch rejects: {error}"
-        ) from error
-
-
-def _edges_of_sparse_matrix(
-    matrix: Tensor, num_nodes: object, weights: Tensor | None
-) -> tuple[Tensor, tuple[int, int], Tensor | None]:
-    """The edges of a sparse matrix, row by row. Its entries become weights unless all of them are 1."""
-    if matrix.dim() != 2:
-        raise ValueError(f"edge_index must have two axes as a sparse matrix, got shape {tuple(matrix.shape)}")
-    size = (matrix.shape[1], matrix.shape[0])
-    if num_nodes is not None and _check_num_nodes(num_nodes, matrix) != size:
-        raise ValueError(
-            f"num_nodes must be {size}, the columns and rows of the sparse matrix, got {num_nodes!r}; leave it out"
-        )
-    check_sparse_indices("edge_index", matrix)
-    entries = matrix.to_sparse_coo().coalesce()
-    values = entries.values()
-    if weights is None and not bool((values == 1).all()):
-        weights = values if values.is_floating_point() else values.to(torch.get_default_dtype())
-    return entries.indices().flip(0), size, weights
 
 
 def _check_fits_graph(other: Neighbourhood, graph: Graph) -> None:

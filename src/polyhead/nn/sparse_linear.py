@@ -14,7 +14,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from polyhead._torch import without_autocast
 from polyhead.linalg.skinny_gemm import apply_linear
 from polyhead.neighbourhood.csr import build_indptr
-from polyhead.neighbourhood.graph import check_sparse_indices
+from polyhead.neighbourhood.graph_inputs import check_sparse_indices
 from polyhead.nn.dropout import draw_dropout_factors
 
 

@@ -17,7 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from polyhead._torch import is_fake_or_meta, to_at_least_fp32
 from polyhead.neighbourhood import Graph
 from polyhead.neighbourhood.csr import build_indptr
-from polyhead.neighbourhood.graph import check_edge_index, check_sparse_indices
+from polyhead.neighbourhood.graph_inputs import check_edge_index, check_sparse_indices
 
 FillValue = float | Tensor | str
 

@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter, is_lazy
 
-from polyhead.neighbourhood.graph import check_sparse_indices
+from polyhead.neighbourhood.graph_inputs import check_sparse_indices
 
 
 class Linear(nn.Module):
