@@ -16,11 +16,11 @@ from torch import Tensor
 from polyhead.distributed.head_pieces import HeadPiece, join_gradients, select_heads, select_piece
 from polyhead.distributed.item_plan import Block
 from polyhead.kernels import Call
-from polyhead.kernels.call import GlobalIndices, flatten_batch_unless_shared
+from polyhead.kernels.call import GlobalIndices
 from polyhead.kernels.reference import Reference
 from polyhead.kernels.tiled import Tiled
 from polyhead.neighbourhood import Neighbourhood
-from polyhead.neighbourhood.shapes import KeyInterval
+from polyhead.neighbourhood.shapes import KeyInterval, flatten_batch_unless_shared
 from polyhead.score import Dot
 
 

@@ -14,7 +14,8 @@ from polyhead.distributed.item_plan import Block, Layouts
 from polyhead.distributed.key_value_rows import KeyValueSum
 from polyhead.distributed.row_sums import RowSum
 from polyhead.kernels import Call, OutputAndLse
-from polyhead.kernels.call import flatten_batch, flatten_batch_unless_shared
+from polyhead.kernels.call import flatten_batch
+from polyhead.neighbourhood.shapes import flatten_batch_unless_shared
 
 
 class Gradients(NamedTuple):

@@ -16,8 +16,9 @@ from polyhead.distributed.key_value_rows import KeyValueRows
 from polyhead.distributed.row_exchange import start_send
 from polyhead.heads import Heads, Origin
 from polyhead.kernels import Call
-from polyhead.kernels.call import flatten_batch, flatten_batch_unless_shared
+from polyhead.kernels.call import flatten_batch
 from polyhead.metrics.compute import check_offset
+from polyhead.neighbourhood.shapes import flatten_batch_unless_shared
 
 
 def gather_item_heads(heads: Heads) -> Heads:

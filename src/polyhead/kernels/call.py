@@ -9,6 +9,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from polyhead.neighbourhood import Neighbourhood, Sizes
+from polyhead.neighbourhood.shapes import flatten_batch_unless_shared
 from polyhead.score import Score
 
 
@@ -101,17 +102,6 @@ def repeat_grouped_heads(x: Float[Tensor, "... own items dim"], heads: int) -> F
 def flatten_batch(x: Float[Tensor, "... heads items dim"]) -> Float[Tensor, "batch heads items dim"]:
     """Merge all batch axes into one."""
     return x if x.dim() == 4 else x.flatten(0, -4) if x.dim() > 4 else x[None]
-
-
-def flatten_batch_unless_shared(x: Tensor, batch: tuple[int, ...], own: int) -> Tensor:
-    """(rows, *own axes) of `x`, which has `own` axes besides the batch; one row if it is the same for the whole batch."""
-    shape = tuple(x.shape)
-    shape = (1,) * (own - len(shape)) + shape
-    rest = shape[len(shape) - own :]
-    if all(n == 1 for n in shape[: len(shape) - own]):
-        return x.reshape(1, *rest)
-    # not reshape(-1, …): there may be no queries
-    return x.expand(*batch, *rest).flatten(0, len(batch) - 1)
 
 
 def key_intervals(call: Call) -> tuple[Int[Tensor, "rows queries"], Int[Tensor, "rows queries"]]:

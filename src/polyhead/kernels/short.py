@@ -19,7 +19,6 @@ from polyhead.kernels.call import (
     OutputAndLse,
     empty_item_major,
     flatten_batch,
-    flatten_batch_unless_shared,
     key_intervals,
     pointer_and_strides,
     repeat_grouped_heads,
@@ -30,6 +29,7 @@ from polyhead.kernels.operand_checks import check_native_qkv, check_operand
 from polyhead.kernels.operator_registration import OperatorPass, register_attention_operator
 from polyhead.kernels.reference import attend_intervals
 from polyhead.neighbourhood import broadcasts_to
+from polyhead.neighbourhood.shapes import flatten_batch_unless_shared
 from polyhead.score import Dot
 
 # The largest number of key features per head whose intermediates fit into a core's caches.

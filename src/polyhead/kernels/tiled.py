@@ -19,7 +19,6 @@ from polyhead.kernels.call import (
     OutputAndLse,
     empty_item_major,
     flatten_batch,
-    flatten_batch_unless_shared,
     key_intervals,
 )
 from polyhead.kernels.dropout import head_numbers, keep_mask
@@ -37,6 +36,7 @@ from polyhead.kernels.tile_attention import backward_flash, backward_plain, forw
 from polyhead.kernels.tile_plan import Tile, plan_tiles
 from polyhead.linalg.foreach import all_finite
 from polyhead.neighbourhood import broadcasts_to
+from polyhead.neighbourhood.shapes import flatten_batch_unless_shared
 from polyhead.score import Dot
 
 # Below this many products per batch row, a call of the fused kernel costs more than the work.

@@ -13,7 +13,8 @@ from torch import Tensor
 from polyhead._checks import check_dense_tensor, describe_type
 from polyhead._foreign_arguments import hint_for_mask, hint_for_over
 from polyhead._torch import register_pytree_class
-from polyhead.neighbourhood.shapes import KeyInterval, Sizes, check_mask_shape, interval_around_true
+from polyhead.neighbourhood import mask_mods, shapes
+from polyhead.neighbourhood.shapes import Band, KeyInterval, Sizes
 
 if TYPE_CHECKING:
     from polyhead.neighbourhood.lattice import Lattice
@@ -92,12 +93,21 @@ class Neighbourhood(ABC):
         first = torch.zeros(queries, dtype=torch.long, device=device)
         return first, torch.full_like(first, keys)
 
+    @property
+    def band(self) -> Band:
+        """How many keys before and after its own position a query may see at most; None where only the ends bound it."""
+        return None, None
+
     def mask(self, sizes: Sizes, device: torch.device) -> Bool[Tensor, "... #heads queries keys"]:
         """The predicate as a tensor, True where attention is allowed."""
         head = torch.arange(sizes.heads, device=device)[:, None, None]
         query = torch.arange(sizes.keys - sizes.queries, sizes.keys, device=device)[:, None]
         key = torch.arange(sizes.keys, device=device)
         return self.allows(head, query, key)
+
+    def mask_mod(self, sizes: Sizes, device: torch.device) -> mask_mods.MaskMod:
+        """`allows` as torch's flex_attention takes it (`mask_mods.py`), where the batch is one axis and queries count from 0."""
+        return mask_mods.look_up(self.mask(sizes, device), sizes.batch)
 
     def allows_pairs(
         self, query: Int[Tensor, " pairs"], key: Int[Tensor, " pairs"], heads: int = 1
@@ -195,6 +205,9 @@ class Dense(Neighbourhood):
     def allows(self, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return torch.ones(torch.broadcast_shapes(query.shape, key.shape), dtype=torch.bool, device=key.device)
 
+    def mask_mod(self, sizes: Sizes, device: torch.device) -> mask_mods.MaskMod:
+        return mask_mods.allow_all
+
     def _restore(self, state: dict[str, Any]) -> None:
         pass
 
@@ -231,7 +244,7 @@ class Mask(Neighbourhood):
         Mask.__init__(self, keep[0] if state["_pairs"] and len(keep) == 1 else keep)
 
     def check(self, sizes: Sizes) -> None:
-        check_mask_shape(tuple(self.keep.shape), self._pairs, sizes)
+        shapes.check_mask_shape(tuple(self.keep.shape), self._pairs, sizes)
 
     def allows(self, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         queries, keys = self.keep.shape[-2:]
@@ -249,11 +262,14 @@ class Mask(Neighbourhood):
         queries, keys = self.keep.shape[-2:]
         return self.keep[..., :heads, (query - (keys - queries)).clamp(0, queries - 1), key]
 
+    def mask_mod(self, sizes: Sizes, device: torch.device) -> mask_mods.MaskMod:
+        return mask_mods.look_up(self.keep.to(device), sizes.batch)
+
     def interval(self, queries: int, keys: int, device: torch.device) -> KeyInterval:
         # (..., queries, keys): a key is in the hull if any head may see it
         keep = self.keep.any(-3)
         keep = keep.expand(*keep.shape[:-2], queries, keys)
-        return interval_around_true(keep)
+        return shapes.interval_around_true(keep)
 
     def select_batch_rows(self, batch: tuple[int, ...], at: tuple[slice, ...]) -> Neighbourhood:
         return Mask(self.keep.expand(*batch, *self.keep.shape[-3:])[at]) if self.keep.dim() > 3 else self
@@ -269,7 +285,7 @@ class Both(Neighbourhood):
         self.exact = all(part.exact for part in parts)
         self.by_head = any(part.by_head for part in parts)
         self.along_keys = any(part.along_keys for part in parts)
-        _check_one_lattice(parts)
+        shapes.check_one_lattice(parts)
 
     def _restore(self, state: dict[str, Any]) -> None:
         if not state["parts"] or not all(isinstance(part, Neighbourhood) for part in state["parts"]):
@@ -292,6 +308,9 @@ class Both(Neighbourhood):
             allowed = allowed & part.allows_pairs(query, key, heads)
         return allowed
 
+    def mask_mod(self, sizes: Sizes, device: torch.device) -> mask_mods.MaskMod:
+        return mask_mods.intersect([part.mask_mod(sizes, device) for part in self.parts])
+
     def check(self, sizes: Sizes) -> None:
         for part in self.parts:
             part.check(sizes)
@@ -302,6 +321,10 @@ class Both(Neighbourhood):
             a, b = part.interval(queries, keys, device)
             first, stop = torch.maximum(first, a), torch.minimum(stop, b)
         return first, torch.maximum(first, stop)
+
+    @property
+    def band(self) -> Band:
+        return shapes.intersect_bands([part.band for part in self.parts])
 
     def leaves(self) -> tuple[Tensor, ...]:
         return tuple(tensor for part in self.parts for tensor in part.leaves())
@@ -318,21 +341,6 @@ class Both(Neighbourhood):
 
     def __repr__(self) -> str:
         return " & ".join(repr(part) for part in self.parts)
-
-
-def _check_one_lattice(parts: tuple[Neighbourhood, ...]) -> None:
-    """Raise where parts disagree about the positions of the queries."""
-    lattices = {part.lattice for part in parts} - {None}
-    if len(lattices) > 1:
-        raise ValueError(f"&: all parts must be on one grid, got {' and '.join(map(repr, parts))}")
-    lattice = next(iter(lattices), None)
-    counting = next((part for part in parts if part.along_keys), None)
-    if lattice is not None and lattice.queries_differ_from_keys and counting is not None:
-        strided = " and ".join(repr(part) for part in parts if part.lattice)
-        raise ValueError(
-            f"&: {counting!r} counts queries along the keys, but the queries of {strided} are not the keys; pass a Mask "
-            f"instead of {counting!r}"
-        )
 
 
 class BatchRows(Neighbourhood):
@@ -359,12 +367,21 @@ class BatchRows(Neighbourhood):
         allowed = self.over.allows_pairs(query, key, heads)
         return allowed.expand(*self.batch, *allowed.shape[-2:])[self.at] if allowed.dim() > 2 else allowed
 
+    def mask_mod(self, sizes: Sizes, device: torch.device) -> mask_mods.MaskMod:
+        return mask_mods.select_rows(
+            self.over.mask_mod(sizes._replace(batch=self.batch), device), self.batch, self.at, device
+        )
+
     def interval(self, queries: int, keys: int, device: torch.device) -> KeyInterval:
         first, stop = self.over.interval(queries, keys, device)
         if first.dim() == 1:
             return first, stop
         first, stop = (bound.expand(*self.batch, queries)[self.at] for bound in (first, stop))
         return first, stop
+
+    @property
+    def band(self) -> Band:
+        return self.over.band
 
     def leaves(self) -> tuple[Tensor, ...]:
         return self.over.leaves()

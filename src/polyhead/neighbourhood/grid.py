@@ -20,7 +20,8 @@ from polyhead.neighbourhood.lattice import (
     ravel_index,
     unravel_index,
 )
-from polyhead.neighbourhood.shapes import KeyInterval, Sizes
+from polyhead.neighbourhood.mask_mods import MaskMod, allow_all, device_numbers
+from polyhead.neighbourhood.shapes import Band, KeyInterval, Sizes
 
 PADDING_MODES = ("zeros", "replicate", "circular", "reflect")
 
@@ -119,6 +120,32 @@ class Grid(LatticeNeighbourhood):
         assert allowed is not None
         return allowed | (number < self.prefix) | (key < self.prefix) if self.prefix else allowed
 
+    def mask_mod(self, sizes: Sizes, device: torch.device) -> MaskMod:
+        if self.window is None:
+            return allow_all
+        each = zip(self.outputs, self.sizes, self.stride, self.reach, self.dilation, strict=True)
+        axes = [(count, size, stride, reach * step, step) for count, size, stride, reach, step in each]
+        numbers = device_numbers((self.prefix, *(number for axis in axes for number in axis)), device)
+        dilated, has_prefix = [step > 1 for step in self.dilation], self.prefix > 0
+
+        def is_near(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            rest, key_rest = (item - numbers[0] for item in (query, key))
+            if has_prefix:
+                rest, key_rest = rest.clamp(min=0), key_rest.clamp(min=0)
+            allowed = (query < numbers[0]) | (key < numbers[0]) if has_prefix else None
+            near = query >= 0
+            for axis in reversed(range(len(dilated))):
+                count, size, stride, reach, step = (numbers[1 + 5 * axis + place] for place in range(5))
+                at, there = rest % count * stride, key_rest % size
+                rest, key_rest = rest // count, key_rest // size
+                close = (there <= at + reach) & (there >= at - reach)
+                # of a query and of a key alone: a remainder for each pair would take longer than its dot product
+                close = close & (at % step == there % step) if dilated[axis] else close
+                near = near & close
+            return near if allowed is None else near | allowed
+
+        return is_near
+
     def interval(self, queries: int, keys: int, device: torch.device) -> KeyInterval:
         if self.window is None or self.prefix:
             return super().interval(queries, keys, device)
@@ -128,6 +155,16 @@ class Grid(LatticeNeighbourhood):
         low, high = (middle - reach).clamp(min=0), torch.minimum(middle + reach, last)
         first = ravel_index(torch.minimum(low, last), self.sizes)
         return first, torch.where((low <= high).all(-1), ravel_index(high, self.sizes) + 1, first)
+
+    @property
+    def band(self) -> Band:
+        if self.window is None or self.prefix or self.lattice.queries_differ_from_keys:
+            return None, None
+        # the point of the window that is farthest along each axis
+        distance = 0
+        for size, reach, step in zip(self.sizes, self.reach, self.dilation, strict=True):
+            distance = distance * size + reach * step
+        return distance, distance
 
     def offsets(self) -> Int[Tensor, "window axes"]:
         """The offsets of the points of a window from its centre, row by row."""
@@ -250,6 +287,18 @@ class Offsets(LatticeNeighbourhood):
         # (heads, queries, several)
         index = self.index.to(key.device)[head.flatten()][:, number]
         return (index[..., None, :] == key.flatten()[:, None]).any(-1)
+
+    def mask_mod(self, sizes: Sizes, device: torch.device) -> MaskMod:
+        # (several, heads, queries)
+        taps = self.index.to(device).movedim(-1, 0).contiguous().unbind()
+
+        def is_tap(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            allowed = taps[0][head, query] == key
+            for tap in taps[1:]:
+                allowed = allowed | (tap[head, query] == key)
+            return allowed
+
+        return is_tap
 
     def interval(self, queries: int, keys: int, device: torch.device) -> KeyInterval:
         index = self.index.to(device).movedim(1, 0).flatten(1)

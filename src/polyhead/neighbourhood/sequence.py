@@ -12,7 +12,15 @@ from torch import Tensor
 from polyhead._checks import LARGEST_INT32, LARGEST_INT64, as_tensor, check_integer, describe_type
 from polyhead._torch import is_tracing_or_dataless
 from polyhead.neighbourhood.base import Neighbourhood
-from polyhead.neighbourhood.shapes import KeyInterval, Sizes, check_broadcasts_to_batch, interval_around_true
+from polyhead.neighbourhood.mask_mods import MaskMod, by_row, device_numbers, in_band
+from polyhead.neighbourhood.shapes import (
+    Band,
+    KeyInterval,
+    Sizes,
+    check_broadcasts_to_batch,
+    flatten_batch_unless_shared,
+    interval_around_true,
+)
 
 
 class _Band(Neighbourhood):
@@ -28,10 +36,17 @@ class _Band(Neighbourhood):
         near = key <= query + self.right
         return near if self.left is None else near & (key >= query - self.left)
 
+    def mask_mod(self, sizes: Sizes, device: torch.device) -> MaskMod:
+        return in_band(self.left, self.right, sizes.keys - sizes.queries, device)
+
     def interval(self, queries: int, keys: int, device: torch.device) -> KeyInterval:
         position = torch.arange(keys - queries, keys, device=device)
         first = torch.zeros_like(position) if self.left is None else (position - self.left).clamp(0, keys)
         return first, (position + self.right + 1).clamp(0, keys)
+
+    @property
+    def band(self) -> Band:
+        return self.left, self.right
 
 
 class Causal(_Band):
@@ -145,6 +160,26 @@ class Padding(Neighbourhood):
         real = self._is_real(key)
         return real & self._is_real(query) if self.queries else real.expand(*real.shape[:-2], query.shape[-2], -1)
 
+    def mask_mod(self, sizes: Sizes, device: torch.device) -> MaskMod:
+        first, stop = (
+            by_row(flatten_batch_unless_shared(x.to(device), sizes.batch, 0)) for x in (self.first, self.stop)
+        )
+        kept_in = (
+            None if self.keep is None else by_row(flatten_batch_unless_shared(self.keep.to(device), sizes.batch, 1))
+        )
+
+        def is_real(row: Tensor, position: Tensor) -> Tensor:
+            real = (position >= first(row)) & (position < stop(row))
+            if kept_in is None:
+                return real
+            kept = kept_in(row)
+            return real & kept[position.clamp(0, kept.shape[-1] - 1)]
+
+        if not self.queries:
+            return lambda row, head, query, key: is_real(row, key)
+        shift = device_numbers((sizes.keys - sizes.queries,), device)
+        return lambda row, head, query, key: is_real(row, key) & is_real(row, query + shift[0])
+
     def interval(self, queries: int, keys: int, device: torch.device) -> KeyInterval:
         first = self.first[..., None].expand(*self.first.shape, queries).to(device)
         stop = self.stop[..., None].expand(*self.stop.shape, queries).to(device)
@@ -219,6 +254,11 @@ class Segments(Neighbourhood):
             query_ids = self.query_ids[..., (query.flatten() - (keys - queries)).clamp(0, queries - 1)]
         key_ids = self.ids[..., key.flatten()]
         return (query_ids[..., :, None] == key_ids[..., None, :]).unsqueeze(-3)
+
+    def mask_mod(self, sizes: Sizes, device: torch.device) -> MaskMod:
+        both = self.ids, self._ids_of_queries(sizes.queries)
+        key_id, query_id = (by_row(flatten_batch_unless_shared(x.to(device), sizes.batch, 1)) for x in both)
+        return lambda row, head, query, key: query_id(row)[query] == key_id(row)[key]
 
     def interval(self, queries: int, keys: int, device: torch.device) -> KeyInterval:
         query_ids = self._ids_of_queries(queries)

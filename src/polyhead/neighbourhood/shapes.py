@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from polyhead.neighbourhood.base import Neighbourhood
 
 
 class Sizes(NamedTuple):
@@ -19,6 +23,13 @@ class Sizes(NamedTuple):
 
 
 KeyInterval = tuple[Int[Tensor, "... queries"], Int[Tensor, "... queries"]]
+Band = tuple[int | None, int | None]
+
+
+def intersect_bands(bands: Sequence[Band]) -> Band:
+    """How far the keys of an intersection are before and after their query, from that of its parts."""
+    before, after = ([reach for reach in side if reach is not None] for side in zip(*bands, strict=True))
+    return min(before, default=None), min(after, default=None)
 
 
 def broadcasts_to(shape: tuple[int, ...], target: tuple[int, ...]) -> bool:
@@ -70,3 +81,29 @@ def interval_around_true(keep: Bool[Tensor, "... keys"]) -> KeyInterval:
     position = torch.arange(keys, device=keep.device)
     stop = torch.where(keep, position + 1, 0).amax(-1)
     return torch.minimum(torch.where(keep, position, keys).amin(-1), stop), stop
+
+
+def flatten_batch_unless_shared(x: Tensor, batch: tuple[int, ...], own: int) -> Tensor:
+    """(rows, *own axes) of `x`, which has `own` axes besides the batch; one row if it is the same for the whole batch."""
+    shape = tuple(x.shape)
+    shape = (1,) * (own - len(shape)) + shape
+    rest = shape[len(shape) - own :]
+    if all(n == 1 for n in shape[: len(shape) - own]):
+        return x.reshape(1, *rest)
+    # not reshape(-1, …): there may be no queries
+    return x.expand(*batch, *rest).flatten(0, len(batch) - 1)
+
+
+def check_one_lattice(parts: tuple[Neighbourhood, ...]) -> None:
+    """Raise where parts disagree about the positions of the queries."""
+    lattices = {part.lattice for part in parts} - {None}
+    if len(lattices) > 1:
+        raise ValueError(f"&: all parts must be on one grid, got {' and '.join(map(repr, parts))}")
+    lattice = next(iter(lattices), None)
+    counting = next((part for part in parts if part.along_keys), None)
+    if lattice is not None and lattice.queries_differ_from_keys and counting is not None:
+        strided = " and ".join(repr(part) for part in parts if part.lattice)
+        raise ValueError(
+            f"&: {counting!r} counts queries along the keys, but the queries of {strided} are not the keys; pass a Mask "
+            f"instead of {counting!r}"
+        )
