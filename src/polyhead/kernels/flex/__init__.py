@@ -1,0 +1,1 @@
+"""Attention on GPUs by torch's flex_attention."""
