@@ -17,8 +17,8 @@ from polyhead.distributed.row_sums import RowMerge, empty_merge, empty_rows
 class ExchangeTransport:
     """Own keys are attended to while the others' are under way; their gradients travel back while own ones are computed.
 
-    Heads may be exchanged in several pieces, one after the other: without gradients, a rank then holds the others' keys for a few
-    heads only. For a backward pass all of them are kept.
+    Heads may be exchanged in several pieces, one after the other: a rank then holds the others' keys for a few heads only, and
+    fetches them again for the backward pass. In one piece they are kept for it.
     """
 
     def __init__(self, plan: ItemPlan, group: dist.ProcessGroup, pieces: int = 1) -> None:
@@ -42,7 +42,7 @@ class ExchangeTransport:
             for block in self.plan.received_blocks:
                 merge.add(block.queries, *part.attend(block, k, v))
             result = merge.result()
-            if saves:
+            if saves and self.pieces == 1:
                 saved.append(received)
         return result if whole is None else whole, saved
 
@@ -53,7 +53,12 @@ class ExchangeTransport:
         values_are_keys = call.v is call.k
         whole = [empty_rows(x) for x in ((call.q, call.k) if values_are_keys else (call.q, call.k, call.v))]
         found: list[list[Tensor | None]] = []
-        for piece, received in zip(cut_heads(call, self.pieces), saved, strict=True):
+        parts = cut_heads(call, self.pieces)
+        pending = self._start(problem.select_heads(parts[0]))
+        for number, piece in enumerate(parts):
+            received = self._in_order(pending.wait())
+            if number + 1 < self.pieces:
+                pending = self._start(problem.select_heads(parts[number + 1]))
             target = tuple(x[:, heads] for x, heads in zip(whole, piece, strict=False))
             part = problem.select_heads(piece)
             own_terms = terms.select_heads(piece, call.q.shape[-3])
