@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from benchmarks.case import Case, CaseError, Results, Side, Sides, grad, inference, training
 from benchmarks.graphs import WORKLOADS, Workload, drawn, gather_sum, no_kernels, random_graph
 from polyhead import Graph, MultiHeadAttention
+from polyhead.device_check.times import PYG_PARAMETER_NAMES
 
 # Sums of up to 20,000 numbers in fp32, in another order than PyG's, differ by about √20,000 · 2⁻²⁴ = 8e-6 of their size,
 # which is about 1. A wrong edge or weight changes the third digit.
@@ -40,14 +41,7 @@ class Kind:
 GATV2 = Kind(
     "gatv2",
     "GATv2Conv",
-    {
-        "lin_l.weight": "k_proj.weight",
-        "lin_l.bias": "k_proj.bias",
-        "lin_r.weight": "q_proj.weight",
-        "lin_r.bias": "q_proj.bias",
-        "att": "score.weight",
-        "bias": "o_bias",
-    },
+    PYG_PARAMETER_NAMES,
 )
 GAT = Kind(
     "gat",

@@ -1,10 +1,12 @@
-"""`polyhead doctor`: versions and build of this installation, for bug reports."""
+"""`polyhead doctor`: versions and build of this installation, for bug reports; with `--check`, its results on a device."""
 
 from __future__ import annotations
 
 import argparse
 import importlib.metadata
 import platform
+import sys
+from pathlib import Path
 
 import numpy
 import torch
@@ -13,19 +15,43 @@ import polyhead
 from polyhead._torch import native, native_missing_reason
 from polyhead.models.pretrained import DEFAULT_PACKAGE
 
+DEFAULT_REPORT = "polyhead-check.json"
 # Optional dependencies.
 _OPTIONAL_PACKAGES = ("matplotlib", "pillow", "rich", "safetensors", "tokenizers", "torch_geometric", "transformers")
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Declare the subcommand."""
-    parser = commands.add_parser("doctor", help="print the versions in use, and whether the C++ kernels were built")
-    parser.set_defaults(run=run)
+    parser = commands.add_parser(
+        "doctor",
+        help="print the versions in use, and whether the C++ kernels were built; check the kernels on a device",
+    )
+    add = parser.add_argument
+    add("--check", action="store_true", help="compare every kernel with the reference, in value and gradient")
+    add("--device", metavar="D", help="with --check: the device, such as cpu, cuda, cuda:1, mps or xpu (default: cpu)")
+    add("--out", type=Path, metavar="FILE", help=f"with --check: the report, as JSON (default: {DEFAULT_REPORT})")
+    add("--only", metavar="PART", help="with --check: only cases whose name contains PART, such as window or bfloat16")
+    parser.set_defaults(run=run, usage_error=parser.error)
 
 
 def run(arguments: argparse.Namespace) -> None:
+    """Print one fact per line, and check the kernels if asked to."""
+    facts = collect_facts()
+    if not arguments.check:
+        unused = next((name for name in ("device", "out", "only") if getattr(arguments, name) is not None), None)
+        if unused is not None:
+            arguments.usage_error(f"--{unused} must be given with --check; pass --check too")
+        print_facts(facts)
+        return
+    # the check loads layers and models that the facts do not need
+    from polyhead.cli.doctor_check import run_check
+
+    sys.exit(run_check(arguments, facts))
+
+
+def print_facts(facts: dict[str, str]) -> None:
     """Print one fact per line."""
-    for name, value in collect_facts().items():
+    for name, value in facts.items():
         print(f"{name:<16}{value}")
 
 

@@ -1,0 +1,1 @@
+"""Checks on a device that every kernel computes what the reference computes on the CPU: `polyhead doctor --check`."""
