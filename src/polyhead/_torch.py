@@ -101,6 +101,11 @@ def to_at_least_fp32(x: torch.Tensor) -> torch.Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
+def widest_float(device: torch.device) -> torch.dtype:
+    """fp64, or fp32 on Apple's devices, which have no fp64."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
 def register_pytree_class(kind: type, tensors: tuple[str, ...]) -> None:
     """Make `kind` a pytree: the named attributes are its children unless they are None; the rest is its context."""
 

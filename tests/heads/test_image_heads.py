@@ -9,7 +9,7 @@ import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 from polyhead import Graph, MultiHeadAttention, Padding
-from polyhead.metrics import blockwise
+from polyhead.metrics import blocks
 from polyhead.neighbourhood import Grid, Offsets
 from polyhead.pixels import to_rgb_pixels
 
@@ -58,7 +58,7 @@ def test_around_equals_its_definition(sizes, reach, options, monkeypatch):
     assert heads.average_by_offset(reach).shape == (2, 6, *(2 * n + 1 for n in reach))
     torch.testing.assert_close(heads.average_by_offset(reach).detach(), want)
     # in blocks of a few queries
-    monkeypatch.setattr(blockwise, "BLOCK_WEIGHTS", 100)
+    monkeypatch.setattr(blocks, "BLOCK_WEIGHTS", 100)
     torch.testing.assert_close(heads.average_by_offset(reach).detach(), want)
     part = heads.select(heads=[4, 1])
     torch.testing.assert_close(part.average_by_offset(reach).detach(), want[:, [4, 1]])

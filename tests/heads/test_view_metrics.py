@@ -9,7 +9,7 @@ from torch import nn
 from view_examples import NEIGHBOURHOODS, make_heads
 
 from polyhead import MultiHeadAttention, Padding, RelativeBias, Window
-from polyhead.metrics import blockwise, streaming
+from polyhead.metrics import blocks, streaming
 
 
 def definitions(w):
@@ -41,7 +41,7 @@ def definitions(w):
 @pytest.mark.parametrize("options", [{}, {"kv_heads": 3, "position": RelativeBias(6)}], ids=["plain", "grouped"])
 @pytest.mark.parametrize("block", [1, 3 * 6 * 11 * 4, 1 << 22], ids=["by-query", "uneven", "at-once"])
 def test_metrics_equal_their_dense_definitions(over, options, block, monkeypatch):
-    monkeypatch.setattr(blockwise, "BLOCK_WEIGHTS", block)
+    monkeypatch.setattr(blocks, "BLOCK_WEIGHTS", block)
     mha, _, heads = make_heads(over, **options)
     mha.double()
     x = torch.randn(3, 11, 30, dtype=torch.float64)
@@ -68,7 +68,7 @@ def test_metrics_are_differentiable(over):
 
 
 def test_metrics_never_allocate_queries_x_keys(monkeypatch):
-    monkeypatch.setattr(blockwise, "BLOCK_WEIGHTS", 1 << 20)
+    monkeypatch.setattr(blocks, "BLOCK_WEIGHTS", 1 << 20)
     mha = MultiHeadAttention(32, 4).eval()
     tokens = 1501
     with torch.no_grad():

@@ -33,7 +33,7 @@ from polyhead import (
 from polyhead._torch import native
 from polyhead.interop.pyg.edge_index import self_loop_features
 from polyhead.kernels import Call
-from polyhead.metrics import blockwise
+from polyhead.metrics import blocks, blockwise
 from polyhead.metrics.attention_parts import DensePart
 from polyhead.nn.skip_padded_rows import Unpadding
 
@@ -263,12 +263,14 @@ def test_means_over_edges_are_taken_in_fp32(dtype: torch.dtype):
 def test_the_gradients_of_blocks_are_added_in_fp32(monkeypatch: pytest.MonkeyPatch):
     """The gradient of a key adds up over many blocks of queries."""
     # one query per block
-    monkeypatch.setattr(blockwise, "BLOCK_WEIGHTS", 3)
+    monkeypatch.setattr(blocks, "BLOCK_WEIGHTS", 3)
     q, k = (some(1, n, DIM).bfloat16().requires_grad_() for n in (HUB // 8, 3))
     given = []
     for dtype in (torch.bfloat16, torch.float64):
         call = Call(q.to(dtype), k.to(dtype), k.to(dtype), Dense(), Dot())
-        given += torch.autograd.grad(blockwise.mass_on_keys(DensePart(call), torch.tensor([1.0, 0.0, 0.0])).sum(), k)
+        given += torch.autograd.grad(
+            blockwise.compute_one(DensePart(call), "mass_on_keys", torch.tensor([1.0, 0.0, 0.0])).sum(), k
+        )
     torch.testing.assert_close(*given, rtol=2**-6, atol=0.1)
 
 

@@ -152,12 +152,12 @@ def average_by_offset(
         raise ValueError(f"{name} must be an integer, or one for each of {len(sizes)} axes, got {short_repr(reach)}")
     offsets = math.prod(2 * n + 1 for n in reaches)
     check_integer(f"{name}: the number of points around a query", offsets, 1, _MAX_OFFSETS)
-    queries = part.indices("queries")
-    queries = queries[queries >= grid.queries]
     points = grid.lattice.query_coordinates(part.call.q.device)
     # special tokens have rows too, so that the index of a query is its row
     points = torch.cat((points.new_zeros(grid.queries, len(sizes)), points))
-    return blockwise.mean_weights_by_offset(part._replace(queries=queries), points, sizes, grid.keys, reaches)
+    arguments = points, sizes, (grid.queries, grid.keys), reaches
+    by_offset: Tensor = blockwise.compute_one(part, "mean_weights_by_offset", *arguments)
+    return by_offset
 
 
 def query_weights(

@@ -213,7 +213,7 @@ class Heads(TensorInterface):
     def _query_shape(self) -> tuple[int, ...]:
         """The shape of metrics per query: (..., heads, queries)."""
         own = len(self._part.axes)
-        return (*self.shape[:-own], self.shape[-own], len(self._part.indices("queries")))
+        return (*self.shape[:-own], self.shape[-own], self._part.num_queries)
 
     def entropy(self) -> Float[Tensor, "... heads queries"]:
         """The entropy of each query's weights, in nats: 0 on one key, log n if uniform over n keys."""

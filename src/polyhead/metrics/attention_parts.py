@@ -33,6 +33,11 @@ class DensePart(NamedTuple):
         return "heads", "queries", "keys"
 
     @property
+    def num_queries(self) -> int:
+        """The number of queries in metrics per query."""
+        return self.shape[-2]
+
+    @property
     def num_keys(self) -> int:
         """The number of keys in metrics per key."""
         return self.shape[-1]
@@ -76,16 +81,22 @@ class DensePart(NamedTuple):
         outputs = outputs if self.heads is None else outputs.index_select(-3, self.heads)
         return outputs if self.queries is None else outputs.index_select(-2, self.queries)
 
-    def weights(
+    def weights(self) -> Float[Tensor, "... heads queries keys"]:
+        """The weights, or contributions, in at least fp32."""
+        p, norm = self.attention_weights(), self.norm_per_key()
+        return p if norm is None else p * norm[..., None, :]
+
+    def attention_weights(
         self, queries: Int[Tensor, " rows"] | None = None, span: tuple[int, int] | None = None
     ) -> Float[Tensor, "... heads queries keys"]:
-        """The weights in at least fp32: of these queries, by default of the selected ones; of a span of all keys, if given."""
+        """The weights, even of a part of contributions: of these queries, by default of the selected ones; of a span of all keys, if given."""
         p = pair_weights(self.call, self.queries if queries is None else queries, self.heads, span)
-        norm = _head_norm(self)
-        if norm is not None:
-            norm = norm if span is None else norm[..., span[0] : span[1]]
-            p = p * norm[..., None, :]
         return p if self.keys is None else p.index_select(-1, self.keys)
+
+    def norm_per_key(self) -> Float[Tensor, "... heads keys"] | None:
+        """What multiplies the weights of each selected head and key."""
+        norm = _head_norm(self)
+        return norm if norm is None or self.keys is None else norm.index_select(-1, self.keys)
 
 
 class EdgePart(NamedTuple):
@@ -99,6 +110,10 @@ class EdgePart(NamedTuple):
     @property
     def axes(self) -> tuple[str, ...]:
         return "heads", "edges"
+
+    @property
+    def num_queries(self) -> int:
+        return self.call.sizes.queries
 
     @property
     def num_keys(self) -> int:
@@ -152,10 +167,18 @@ class EdgePart(NamedTuple):
         return outputs if self.heads is None else outputs.index_select(-3, self.heads)
 
     def weights(self) -> Float[Tensor, "... heads edges"]:
+        p, norm = self.attention_weights(), self.norm_per_edge()
+        return p if norm is None else p * norm
+
+    def attention_weights(self) -> Float[Tensor, "... heads edges"]:
+        """The weights, even of a part of contributions."""
         p = edge_weights(self.call, self.heads)
-        p = p if self.edges is None else p.index_select(-1, self.edges)
+        return p if self.edges is None else p.index_select(-1, self.edges)
+
+    def norm_per_edge(self) -> Float[Tensor, "... heads edges"] | None:
+        """What multiplies the weights of each selected head and edge."""
         norm = _head_norm(self)
-        return p if norm is None else p * norm.index_select(-1, self.edge_index[0])
+        return None if norm is None else norm.index_select(-1, self.edge_index[0])
 
 
 Part = DensePart | EdgePart

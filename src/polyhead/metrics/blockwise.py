@@ -1,199 +1,70 @@
-"""Head metrics in blocks: some queries at a time with the keys they may attend to, never all queries x keys.
+"""Head metrics by blocks of queries: several in one pass over the weights, which never builds queries x keys.
 
-Metrics are computed in at least fp32. Where gradients are needed, backward recomputes each block instead of storing it.
+Metrics are computed in at least fp32. The functions in `METRICS` say what each metric takes from a block.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from functools import partial
-from typing import NamedTuple, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
-from polyhead._torch import is_tracing_or_dataless, to_at_least_fp32, under_transform, without_autocast
+from polyhead._torch import widest_float, without_autocast
 from polyhead.kernels.call import Call
 from polyhead.kernels.reference import masked_scores
-from polyhead.kernels.tile_plan import Bounds
 from polyhead.metrics.attention_parts import DensePart, make_whole_part
+from polyhead.metrics.blocks import Block, block_weights, measure_blocks
 from polyhead.neighbourhood import Dense
 from polyhead.neighbourhood.lattice import ravel_index
 
-# Weights in one block: 4 MB of fp32. Smaller blocks take more time; larger ones take more memory and save no time.
-BLOCK_WEIGHTS = 1 << 20
 
-MetricValue = TypeVar("MetricValue", Tensor, tuple[Tensor, ...])
+class BlockwiseMetric(NamedTuple):
+    """A metric as a fold over blocks: `finish(add(… add(start, measure(p, block), block) …))`."""
 
-
-# A metric of one block, from the weights, the positions of its queries, the positions of its keys, and the slice that its keys
-# are of the part's keys.
-BlockMetric = Callable[
-    [Float[Tensor, "... heads rows keys"], Int[Tensor, "rows 1"], Int[Tensor, " keys"], slice], MetricValue
-]
+    measure: Callable[[Float[Tensor, "... heads rows keys"], Block], Any]
+    start: Any
+    add: Callable[[Any, Any, Block], Any]
+    finish: Callable[[Any], Any]
 
 
-class _BlockSlices(NamedTuple):
-    """A block as slices of the part's queries and keys."""
+def compute(part: DensePart, requests: Sequence[tuple[str, tuple[Any, ...], bool]]) -> list[Any]:
+    """Metrics in one pass over the weights: each by its name in `METRICS`, its arguments, and whether it is of contributions."""
+    metrics = [METRICS[name](part, *arguments) for name, arguments, _ in requests]
+    of_contributions = [contribution for _, _, contribution in requests]
+    norm = part.norm_per_key() if any(of_contributions) else None
 
-    rows: slice
-    columns: slice
+    def measure(p: Tensor, block: Block) -> tuple[Any, ...]:
+        moved = p if norm is None else p * norm[..., None, block.columns]
+        pairs = zip(metrics, of_contributions, strict=True)
+        return tuple(metric.measure(moved if contribution else p, block) for metric, contribution in pairs)
 
-
-def _measure_blocks(part: DensePart, measure: BlockMetric[MetricValue]) -> Iterator[tuple[_BlockSlices, MetricValue]]:
-    queries, keys = part.indices("queries"), part.shape[-1]
-    needs_grad = torch.is_grad_enabled() and not under_transform() and weights_require_grad(part)
-    if needs_grad:
-        # widened here, not per block: the gradients of all blocks are summed in fp32 or fp64
-        part = part._replace(call=_call_to_at_least_fp32(part.call))
-    for rows, span in _block_spans(part):
-        columns = slice(0, keys) if span is None else slice(*span)
-        block = partial(_measure_block, part, measure, span, columns)
-        value: MetricValue = (
-            checkpoint(block, queries[rows], use_reentrant=False) if needs_grad else block(queries[rows])
-        )
-        yield _BlockSlices(rows, columns), value
+    totals = [metric.start for metric in metrics]
+    for block, values in measure_blocks(part, measure):
+        totals = [metric.add(total, value, block) for metric, total, value in zip(metrics, totals, values, strict=True)]
+    return [metric.finish(total) for metric, total in zip(metrics, totals, strict=True)]
 
 
-def _measure_block(
-    part: DensePart,
-    measure: BlockMetric[MetricValue],
-    span: tuple[int, int] | None,
-    columns: slice,
-    chosen: Int[Tensor, " rows"],
-) -> MetricValue:
-    sizes = part.call.sizes
-    position = chosen[:, None] + (sizes.keys - sizes.queries)
-    return measure(part.weights(chosen, span), position, part.indices("keys")[columns], columns)
+def compute_one(part: DensePart, name: str, *arguments: Any) -> Any:
+    """One metric of a part: of contributions if the part is."""
+    return compute(part, [(name, arguments, part.contribution_norm is not None)])[0]
 
 
-def _block_spans(part: DensePart) -> Iterator[tuple[slice, tuple[int, int] | None]]:
-    """Blocks of the part's queries, and the span of keys that each may attend to (None: all)."""
-    number, keys = part.shape[-2], part.call.sizes.keys
-    budget = BLOCK_WEIGHTS // max(1, part.shape[:-2].numel())
-    intervals = _key_intervals(part)
-    begin = 0
-    while begin < number or begin == 0:
-        rows, span = max(1, budget // max(keys, 1)), None
-        if intervals is not None:
-            rows, span = _fit_block(intervals[0][begin:], intervals[1][begin:], budget, keys)
-        yield slice(begin, min(begin + rows, number)), span
-        begin += rows
-
-
-def _key_intervals(part: DensePart) -> tuple[Bounds, Bounds] | None:
-    """The interval of keys of each query of the part, over all rows of the batch; None where all keys are visited."""
-    call = part.call
-    if (
-        type(call.over) is Dense
-        or part.keys is not None
-        or is_tracing_or_dataless(call.q, *call.over.leaves())
-        or 0 in part.shape
-    ):
-        return None
-    _, _, queries, keys = call.sizes
-    interval = call.over.interval(queries, keys, call.q.device)
-    first, stop = (bound.reshape(-1, queries).clamp(0, keys) for bound in interval)
-    empty = stop <= first
-    first, stop = first.masked_fill(empty, keys).amin(0), stop.masked_fill(empty, 0).amax(0)
-    chosen = part.indices("queries")
-    return first[chosen].cpu().numpy(), stop[chosen].cpu().numpy()
-
-
-def _fit_block(first: Bounds, stop: Bounds, budget: int, keys: int) -> tuple[int, tuple[int, int]]:
-    """How many of the first queries fit into one block, and the span of their keys."""
-    rows = max(1, min(len(first), budget))
-    while True:
-        low, high = int(first[:rows].min()), int(stop[:rows].max())
-        low, high = (low, high) if low < high else (0, min(1, keys))
-        if rows == 1 or rows * (high - low) <= budget:
-            return rows, (low, high)
-        rows = max(1, min(rows // 2, budget // (high - low)))
-
-
-def weights_require_grad(part: DensePart) -> bool:
-    """Whether the weights depend on a tensor that requires gradients."""
-    call = part.call
-    sources = (call.q, call.k, call.relative_bias, call.bias, call.sink, part.contribution_norm, *call.score.learned())
-    return any(x is not None and x.requires_grad for x in sources)
-
-
-def _call_to_at_least_fp32(call: Call) -> Call:
-    table, bias, sink = (None if x is None else to_at_least_fp32(x) for x in (call.relative_bias, call.bias, call.sink))
-    return call._replace(
-        q=to_at_least_fp32(call.q), k=to_at_least_fp32(call.k), relative_bias=table, bias=bias, sink=sink
-    )
-
-
-def _measure_per_query(part: DensePart, measure: BlockMetric[Tensor]) -> Tensor:
+def _per_query(measure: Callable[[Tensor, Block], Tensor]) -> BlockwiseMetric:
     """A metric per query, the last axis of the values of `measure`."""
-    return torch.cat([value for _, value in _measure_blocks(part, measure)], -1)
-
-
-def entropy(part: DensePart) -> Float[Tensor, "... heads queries"]:
-    """−Σ p log p of each query's weights, in nats."""
-    return _measure_per_query(part, lambda p, query, key, columns: -(p * clamp_to_tiny(p).log()).sum(-1))
-
-
-def clamp_to_tiny(x: Tensor) -> Tensor:
-    """`x`, at least the smallest normal number: at zero, roots and logarithms have no finite gradient."""
-    return x.clamp(min=torch.finfo(x.dtype).tiny)
-
-
-def distance(part: DensePart) -> Float[Tensor, "... heads queries"]:
-    """Σ p |key − query| of each query: the mean distance to its keys; on a grid, the distance between points."""
-    lattice = part.call.over.lattice
-    if lattice is None:
-        return _measure_per_query(part, lambda p, query, key, columns: (p * (key - query).abs()).sum(-1))
-    offset, prefix = part.call.sizes.keys - part.call.sizes.queries, lattice.prefix
-    query_points, key_points = (
-        lattice.query_coordinates(part.call.q.device),
-        lattice.key_coordinates(part.call.q.device),
-    )
-
-    def point_distance(p: Tensor, query: Tensor, key: Tensor, columns: slice) -> Tensor:
-        index = query[:, 0] - offset
-        norm = (key_points[key] - query_points[index][:, None]).to(p.dtype).norm(dim=-1)
-        # prefix tokens have no coordinates: their distance is 0
-        return (p * norm * ((index >= prefix)[:, None] & (key >= prefix))).sum(-1)
-
-    return _measure_per_query(part, point_distance)
-
-
-def mass(part: DensePart, offset: int) -> Float[Tensor, "... heads queries"]:
-    """The weight of each query on the key at `offset` from it."""
-    return _measure_per_query(part, lambda p, query, key, columns: (p * (key - query == offset)).sum(-1))
-
-
-def mass_on_keys(part: DensePart, marked: Float[Tensor, "... keys"]) -> Float[Tensor, "... heads queries"]:
-    """The weight of each query on the marked keys (1: marked)."""
-    return _measure_per_query(
-        part, lambda p, query, key, columns: (p * marked[..., None, None, columns].to(p.dtype)).sum(-1)
+    return BlockwiseMetric(
+        measure, (), lambda values, value, block: (*values, value), lambda values: torch.cat(values, -1)
     )
 
 
-def mass_at_key(part: DensePart, at: Int[Tensor, "... #heads queries"]) -> Float[Tensor, "... heads queries"]:
-    """The weight of each query on one key, given by its index; 0 for -1."""
-    values = []
-    for (rows, columns), p in _measure_blocks(part, lambda p, query, key, columns: p):
-        keys = part.indices("keys")[columns]
-        values.append((p * (at[..., rows, None] == keys)).sum(-1))
-    return torch.cat(values, -1)
-
-
-def received(
-    part: DensePart, counts: Float[Tensor, "... #heads queries"] | None = None
-) -> Float[Tensor, "... heads keys"]:
-    """The weight that each key receives from all queries; `counts` multiplies the weights of each query."""
-    total = _zeros_of_at_least_fp32(part, (*part.shape[:-2], part.shape[-1]))
-    ones = total.new_ones(part.shape[-2])
-    counts = ones if counts is None else counts.to(total.dtype)
-    for (rows, columns), p in _measure_blocks(part, lambda p, query, key, columns: p):
-        block_sum = (counts[..., rows, None] * p).sum(-2)
-        total = total + _pad_columns(block_sum, columns, part.shape[-1])
-    return total
+def _summed(
+    part: DensePart, measure: Callable[[Tensor, Block], Tensor], shape: tuple[int, ...], *, by_key: bool = False
+) -> BlockwiseMetric:
+    """A sum of the values of `measure` over all blocks, of a shape after the batch and the heads; `by_key`: of the keys of a block."""
+    add = lambda total, value, block: total + (_pad_columns(value, block.columns, shape[-1]) if by_key else value)
+    return BlockwiseMetric(measure, _zeros_of_at_least_fp32(part, (*part.shape[:-2], *shape)), add, lambda total: total)
 
 
 def _zeros_of_at_least_fp32(part: DensePart, shape: tuple[int, ...]) -> Tensor:
@@ -206,96 +77,161 @@ def _pad_columns(x: Float[Tensor, "... some"], columns: slice, size: int) -> Flo
     return x if x.shape[-1] == size else torch.nn.functional.pad(x, (columns.start, size - columns.stop))
 
 
-def top(part: DensePart, k: int) -> tuple[Float[Tensor, "... heads queries k"], Int[Tensor, "... heads queries k"]]:
+def _entropy(part: DensePart) -> BlockwiseMetric:
+    """−Σ p log p of each query's weights, in nats."""
+    return _per_query(lambda p, block: -(p * clamp_to_tiny(p).log()).sum(-1))
+
+
+def clamp_to_tiny(x: Tensor) -> Tensor:
+    """`x`, at least the smallest normal number: at zero, roots and logarithms have no finite gradient."""
+    return x.clamp(min=torch.finfo(x.dtype).tiny)
+
+
+def _distance(part: DensePart) -> BlockwiseMetric:
+    """Σ p |key − query| of each query: the mean distance to its keys; on a grid, the distance between points."""
+    lattice = part.call.over.lattice
+    if lattice is None:
+        return _per_query(lambda p, block: (p * (block.key - block.query).abs()).sum(-1))
+    offset, prefix = part.call.sizes.keys - part.call.sizes.queries, lattice.prefix
+    query_points, key_points = (
+        lattice.query_coordinates(part.call.q.device),
+        lattice.key_coordinates(part.call.q.device),
+    )
+
+    def point_distance(p: Tensor, block: Block) -> Tensor:
+        index, key = block.query[:, 0] - offset, block.key
+        norm = (key_points[key] - query_points[index][:, None]).to(p.dtype).norm(dim=-1)
+        # prefix tokens have no coordinates: their distance is 0
+        return (p * norm * ((index >= prefix)[:, None] & (key >= prefix))).sum(-1)
+
+    return _per_query(point_distance)
+
+
+def _mass(part: DensePart, offset: int) -> BlockwiseMetric:
+    """The weight of each query on the key at `offset` from it."""
+    return _per_query(lambda p, block: (p * (block.key - block.query == offset)).sum(-1))
+
+
+def _mass_on_keys(part: DensePart, marked: Float[Tensor, "... keys"]) -> BlockwiseMetric:
+    """The weight of each query on the marked keys (1: marked)."""
+    return _per_query(lambda p, block: (p * marked[..., None, None, block.columns].to(p.dtype)).sum(-1))
+
+
+def _mass_at_key(part: DensePart, at: Int[Tensor, "... #heads queries"]) -> BlockwiseMetric:
+    """The weight of each query on one key, given by its index; 0 for -1."""
+    return _per_query(lambda p, block: (p * (at[..., block.rows, None] == block.key)).sum(-1))
+
+
+def _received(part: DensePart, counts: Float[Tensor, "... #heads queries"] | None = None) -> BlockwiseMetric:
+    """The weight that each key receives from all queries; `counts` multiplies the weights of each query."""
+
+    def sum_over_queries(p: Tensor, block: Block) -> Tensor:
+        return (p if counts is None else counts[..., block.rows, None].to(p.dtype) * p).sum(-2)
+
+    return _summed(part, sum_over_queries, (part.shape[-1],), by_key=True)
+
+
+def _top(part: DensePart, k: int) -> BlockwiseMetric:
     """The k largest weights of each query and the indices of their keys, -1 where a query has fewer keys."""
 
-    def largest(p: Tensor, query: Tensor, key: Tensor, columns: slice) -> tuple[Tensor, ...]:
-        # a span may hold fewer than k keys
+    def largest(p: Tensor, block: Block) -> tuple[Tensor, ...]:
+        # a block may have fewer than k keys
         values, indices = torch.nn.functional.pad(p, (0, max(0, k - p.shape[-1]))).topk(k, -1)
-        return values, torch.nn.functional.pad(key, (0, max(0, k - len(key))))[indices]
+        return values, torch.nn.functional.pad(block.key, (0, max(0, k - len(block.key))))[indices]
 
-    blocks = [value for _, value in _measure_blocks(part, largest)]
-    values, keys = (torch.cat(column, -2) for column in zip(*blocks, strict=True))
-    return values, keys.masked_fill(values == 0, -1)
+    def join(pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+        values, keys = (torch.cat(column, -2) for column in zip(*pairs, strict=True))
+        return values, keys.masked_fill(values == 0, -1)
+
+    return BlockwiseMetric(largest, (), lambda pairs, pair, block: (*pairs, pair), join)
 
 
-def heatmap(part: DensePart, size: int) -> Float[Tensor, "... heads height width"]:
+def _heatmap(part: DensePart, size: int) -> BlockwiseMetric:
     """The weights averaged to at most size x size cells."""
-    height, width = (min(size, max(n, 1)) for n in part.shape[-2:])
-    total = _zeros_of_at_least_fp32(part, (*part.shape[:-2], height, width))
-    down, across = (
-        averaging_matrix(n, number, total) for n, number in zip(part.shape[-2:], (height, width), strict=True)
-    )
-    for (rows, _), p in _measure_blocks(part, lambda p, query, key, columns: p @ across[columns]):
-        total = total + down[rows].T @ p
-    return total
+    like = _zeros_of_at_least_fp32(part, ())
+    down, across = (averaging_matrix(n, min(size, max(n, 1)), like) for n in part.shape[-2:])
+    average = lambda p, block: down[block.rows].T @ (p @ across[block.columns])
+    return _summed(part, average, (down.shape[1], across.shape[1]))
 
 
 def averaging_matrix(items: int, number: int, like: Tensor) -> Float[Tensor, "items cells"]:
     """A matrix that averages items in `number` equal groups."""
-    item = torch.arange(items, device=like.device)
-    average = like.new_zeros(items, number)
-    if not number:
-        return average
-    group = item * number // max(items, 1)
-    average[item, group] = 1 / group.bincount(minlength=number).clamp(min=1).to(like.dtype)[group]
-    return average
+    group = torch.arange(items, device=like.device)[:, None] * number // max(items, 1)
+    member = group == torch.arange(number, device=like.device)
+    return member / group_sizes(items, number, like)
 
 
-def mean_weights_by_offset(
+def group_sizes(items: int, number: int, like: Tensor) -> Float[Tensor, " cells"]:
+    """How many items each of `number` equal groups has, at least 1, where item i is in group i · number // items."""
+    # not bincount, for which the host would wait
+    start = -(torch.arange(number + 1, device=like.device) * -items // max(number, 1))
+    return start.diff().clamp(min=1).to(like.dtype)
+
+
+def _mean_weights_by_offset(
     part: DensePart,
     query_points: Int[Tensor, "all_queries axes"],
     sizes: tuple[int, ...],
-    prefix: int,
+    first_point: tuple[int, int],
     reach: tuple[int, ...],
-) -> Float[Tensor, "... heads *window"]:
-    """The weights by offset of the key from the query on a grid, averaged over the queries.
+) -> BlockwiseMetric:
+    """The weights by offset of the key from the query on a grid, averaged over the queries that have a point.
 
     Args:
-        part: the weights; each of its queries has a point.
+        part: the weights.
         query_points: the coordinates of all queries of the call, on the grid of the keys.
         sizes: the sizes of the grid of the keys.
-        prefix: the number of keys before the grid, which have no coordinates.
+        first_point: the numbers of queries and of keys before the grid, which have no coordinates.
         reach: the largest offset to either side, along each axis.
     """
-    device = part.call.q.device
+    device, (_, _, queries, keys) = part.call.q.device, part.call.sizes
     steps = torch.cartesian_prod(*(torch.arange(-n, n + 1, device=device) for n in reach)).view(-1, len(reach))
-    bounds = torch.tensor(sizes, device=device)
-    offset = part.call.sizes.keys - part.call.sizes.queries
+    has_point = part.indices("queries") >= first_point[0]
 
-    def by_step(p: Tensor, query: Tensor, key: Tensor, columns: slice) -> Tensor:
+    def by_step(p: Tensor, block: Block) -> Tensor:
         # (rows, window, axes)
-        point = query_points[query[:, 0] - offset][:, None] + steps
-        inside = ((point >= 0) & (point < bounds)).all(-1)
-        index = torch.where(inside, ravel_index(point, sizes) + prefix, part.call.sizes.keys)
+        point = query_points[block.query[:, 0] - (keys - queries)][:, None] + steps
+        inside = has_point[block.rows, None]
+        for axis, size in enumerate(sizes):
+            inside = inside & (point[..., axis] >= 0) & (point[..., axis] < size)
+        index = torch.where(inside, ravel_index(point, sizes) + first_point[1], keys)
         # all keys outside of the block share one appended column of zeros
-        column = torch.full((part.call.sizes.keys + 1,), p.shape[-1], device=device)
-        column[key] = torch.arange(len(key), device=device)
+        column = torch.full((keys + 1,), p.shape[-1], device=device)
+        column[block.key] = torch.arange(len(block.key), device=device)
         padded = torch.nn.functional.pad(p, (0, 1))
         return padded.gather(-1, column[index].expand(*p.shape[:-1], -1)).sum(-2)
 
-    total = _zeros_of_at_least_fp32(part, (*part.shape[:-2], len(steps)))
-    for _, block_sum in _measure_blocks(part, by_step):
-        total = total + block_sum
-    return (total / max(1, part.shape[-2])).unflatten(-1, [2 * n + 1 for n in reach])
+    metric = _summed(part, by_step, (len(steps),))
+    return metric._replace(
+        finish=lambda total: (total / has_point.sum().clamp(min=1)).unflatten(-1, [2 * n + 1 for n in reach])
+    )
 
 
-def diversity(part: DensePart) -> Float[Tensor, "... heads heads"]:
+def _diversity(part: DensePart) -> BlockwiseMetric:
     """How differently two heads attend: the squared Hellinger distance 1 − Σ √(p p′), averaged over queries.
 
     Each query's weights are first normalised to sum to 1: the share of a sink and keys outside of the part do not count.
     Queries without any key do not count either. 0: the same weights everywhere; 1: no key in common.
     """
+    heads = part.shape[-3]
 
-    def overlap(p: Tensor, query: Tensor, key: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
+    def overlap(p: Tensor, block: Block) -> Tensor:
         total = p.sum(-1, keepdim=True)
         root = (clamp_to_tiny(p) / clamp_to_tiny(total)).sqrt() * (p > 0)
         live = (total[..., 0] > 0).to(p.dtype)
-        return root.flatten(-2) @ root.flatten(-2).transpose(-2, -1), live @ live.transpose(-2, -1)
+        return torch.stack((root.flatten(-2) @ root.flatten(-2).transpose(-2, -1), live @ live.transpose(-2, -1)), -2)
 
-    blocks = [value for _, value in _measure_blocks(part, overlap)]
-    shared, queries = (torch.stack(column).sum(0) for column in zip(*blocks, strict=True))
-    return 1 - shared / queries.clamp(min=1)
+    # the sum of overlaps, and the number of queries
+    metric = _summed(part, overlap, (2, heads))
+    return metric._replace(finish=lambda total: 1 - total[..., 0, :] / total[..., 1, :].clamp(min=1))
+
+
+METRICS: dict[str, Callable[..., BlockwiseMetric]] = {
+    "entropy": _entropy, "distance": _distance, "mass": _mass, "mass_on_keys": _mass_on_keys, "mass_at_key": _mass_at_key,
+    "received": _received, "top": _top, "heatmap": _heatmap, "mean_weights_by_offset": _mean_weights_by_offset,
+    "diversity": _diversity,
+}  # fmt: skip
+"""Metrics by name, each as a function of a part and the metric's arguments."""
 
 
 def agreement(call: Call, queries: Int[Tensor, " some"]) -> Float[Tensor, "... heads"]:
@@ -303,16 +239,18 @@ def agreement(call: Call, queries: Int[Tensor, " some"]) -> Float[Tensor, "... h
 
     1 is one ranking for all queries: *static* attention. Keys with equal scores share the mean of their ranks.
     """
-    call_fp64 = call._replace(q=call.q.double(), k=call.k.double(), over=Dense())
+    dtype, sizes = widest_float(call.q.device), call.sizes
+    wide = call._replace(q=call.q.to(dtype), k=call.k.to(dtype), over=Dense())
     if "edges" in make_whole_part(call).axes:
-        call_fp64 = call_fp64._replace(bias=None)
-    # Σ unit_i·unit_j over all pairs i ≠ j is |Σ unit_i|² − Σ |unit_i|²: one query at a time suffices
-    total = squares = call.q.new_zeros((), dtype=torch.float64)
-    for query in queries:
-        rank = _doubled_mean_ranks(masked_scores(call_fp64, query[None]))[..., 0, :]
+        wide = wide._replace(bias=None)
+    # Σ unit_i·unit_j over all pairs i ≠ j is |Σ unit_i|² − Σ |unit_i|²: blocks of queries suffice
+    total = squares = call.q.new_zeros((), dtype=dtype)
+    rows = max(1, block_weights(call.q.device) // max(1, call.q.shape[:-2].numel() * sizes.keys))
+    for some in queries.split(rows):
+        rank = _doubled_mean_ranks(masked_scores(wide, some))
         centred = rank - rank.mean(-1, keepdim=True)
         unit = centred / clamp_to_tiny(centred.norm(dim=-1, keepdim=True))
-        total, squares = total + unit, squares + unit.square().sum(-1)
+        total, squares = total + unit.sum(-2), squares + unit.square().sum((-2, -1))
     number = len(queries)
     mean = (total.square().sum(-1) - squares) / (number * (number - 1))
     return mean.to(torch.promote_types(call.q.dtype, torch.float32))

@@ -13,9 +13,10 @@ from polyhead._checks import LARGEST_INT32, WrongType, check_integer, is_integer
 from polyhead.kernels.reference import select_unless_broadcast
 from polyhead.metrics import blockwise, edges, streaming
 from polyhead.metrics.attention_parts import DensePart, EdgePart, Part
+from polyhead.metrics.blocks import weights_require_grad
 from polyhead.metrics.streaming import MAX_KEY_SUMS, PassRequest, PassResult
 
-_METRIC_MODULES = {DensePart: blockwise, EdgePart: edges}
+_METRIC_MODULES: dict[type, Any] = {DensePart: blockwise, EdgePart: edges}
 
 
 class MetricRequest(NamedTuple):
@@ -33,12 +34,12 @@ KeysToSum = str | int | Tensor
 
 def mass_request(on: KeysToSum, part: Part) -> MetricRequest:
     """The request for the weight of each query of a part on the keys `on`."""
-    queries, keys, device = len(part.indices("queries")), part.num_keys, part.call.q.device
+    queries, keys, device = part.num_queries, part.num_keys, part.call.q.device
     if isinstance(on, Tensor):
         if on.dtype == torch.bool and on.dim() and on.shape[-1] == keys:
-            return MetricRequest("mass_on_keys", (on.to(device),))
+            return MetricRequest("mass_on_keys", (on.to(device, non_blocking=True),))
         if on.dtype in (torch.int64, torch.int32) and on.dim() and on.shape[-1] == queries:
-            return MetricRequest("mass_at_key", (on.to(device).long(),))
+            return MetricRequest("mass_at_key", (on.to(device, non_blocking=True).long(),))
         raise ValueError(
             f"on must be a bool tensor (..., {keys}), one value per key, or an integer tensor (..., {queries}), one key per "
             f"query, got {on.dtype} of shape {tuple(on.shape)}"
@@ -94,14 +95,13 @@ def compute_metrics(
                 )
             )
             pending = [n for n in pending if n not in results]
-    return [
-        results[n] if n in results else _compute_separately(part, r, contribution_norm) for n, r in enumerate(requests)
-    ]
-
-
-def _compute_separately(part: Part, request: MetricRequest, contribution_norm: Tensor | None) -> Any:
-    part = part._replace(contribution_norm=contribution_norm) if request.contribution else part
-    return getattr(_METRIC_MODULES[type(part)], request.name)(part, *request.arguments)
+    rest = [n for n in range(len(requests)) if n not in results]
+    if rest:
+        answers = _METRIC_MODULES[type(part)].compute(
+            part._replace(contribution_norm=norm), [requests[n] for n in rest]
+        )
+        results.update(zip(rest, answers, strict=True))
+    return [results[n] for n in range(len(requests))]
 
 
 def _can_stream(part: DensePart, contribution_norm: Tensor | None) -> bool:
@@ -110,7 +110,7 @@ def _can_stream(part: DensePart, contribution_norm: Tensor | None) -> bool:
     if part.keys is not None or 0 in part.shape or streaming.refuses_call(call) is not None:
         return False
     if torch.is_grad_enabled() and (
-        blockwise.weights_require_grad(part) or (contribution_norm is not None and contribution_norm.requires_grad)
+        weights_require_grad(part) or (contribution_norm is not None and contribution_norm.requires_grad)
     ):
         return False
     added = [x for x in (call.relative_bias, call.bias, call.sink) if x is not None]

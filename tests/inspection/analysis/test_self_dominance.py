@@ -23,7 +23,7 @@ from polyhead import (
     self_dominance,
 )
 from polyhead.inspection import SelfDominance
-from polyhead.metrics import blockwise
+from polyhead.metrics import blocks, blockwise
 
 # the package has a function of that name
 MODULE = sys.modules["polyhead.inspection.analysis.self_dominance"]
@@ -161,7 +161,7 @@ def test_blocks_agree_with_the_whole(name, block, monkeypatch):
     layer = None if name is None else LAYERS[name]()
     x = torch.randn(2, 3, 17, 15)
     expected = self_dominance(x, layer)
-    monkeypatch.setattr(MODULE, "BLOCK_WEIGHTS", block)
+    monkeypatch.setattr(blocks, "BLOCK_WEIGHTS", block)
     found = self_dominance(x, layer)
     assert_close(found.margin, expected.margin, atol=1e-14, rtol=0)
     assert_close(found.weight, expected.weight, atol=1e-14, rtol=0)
@@ -178,7 +178,7 @@ def test_nothing_of_items_by_items_is_built(monkeypatch):
     )
     found = self_dominance(torch.randn(5000, 4))
     assert found.margin.shape == (5000,)
-    assert max(seen) <= blockwise.BLOCK_WEIGHTS
+    assert max(seen) <= blocks.BLOCK_WEIGHTS
     assert sum(seen) == 5000**2
 
 

@@ -11,9 +11,10 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from polyhead._checks import WrongType, check_dense_tensor, check_number, describe_type
+from polyhead._torch import widest_float
 from polyhead.kernels.call import Call, repeat_grouped_heads
 from polyhead.kernels.reference import masked_scores, non_sink_share, softmax_and_lse
-from polyhead.metrics.blockwise import BLOCK_WEIGHTS
+from polyhead.metrics.blocks import block_weights
 from polyhead.neighbourhood import Neighbourhood, as_neighbourhood
 from polyhead.nn.attention import MultiHeadAttention
 from polyhead.score import Dot
@@ -24,7 +25,7 @@ _TIE_TOLERANCE = 2.0**-40
 
 
 class SelfDominance(NamedTuple):
-    """How much each token prefers itself, in fp64; with an axis of heads for a layer."""
+    """How much each token prefers itself, in fp64 (fp32 on MPS); with an axis of heads for a layer."""
 
     margin: Float[Tensor, "... items"]
     """S_ii − max_{j≠i} S_ij: 0 or more if a token peaks on itself, 0 for a tie, inf without other tokens."""
@@ -65,7 +66,7 @@ def self_dominance(
     itself if and only if |x_j| cos θ_ij ≤ |x_i| for all j. The longest token always does, and with equal norms all do. With a
     layer the scores are those of its heads, W_Q x_i · W_K x_j with biases, norms and positions, and no such rule holds.
 
-    Computed in fp64, without dropout, in blocks of queries: items x items is never built.
+    Computed in fp64 (fp32 on MPS), without dropout, in blocks of queries: items x items is never built.
 
     Args:
         x: the tokens, as queries and keys.
@@ -79,30 +80,34 @@ def self_dominance(
     """
     _check_arguments(x, layer, scale)
     if layer is None:
-        tokens = x.double().unsqueeze(-3)
+        tokens = x.to(widest_float(x.device)).unsqueeze(-3)
         call = Call(tokens, tokens, tokens, as_neighbourhood(over).bind_self_attention(True), Dot(scale))
         call.over.check(call.sizes)
         margin, weight = _measure_in_blocks(call)
         return SelfDominance(margin.squeeze(-2), weight.squeeze(-2))
-    wide = copy.deepcopy(layer).double().eval()
-    return SelfDominance(*_measure_in_blocks(wide.prepare(x.double(), over=over)))
+    dtype = widest_float(x.device)
+    wide = copy.deepcopy(layer).to(dtype).eval()
+    return SelfDominance(*_measure_in_blocks(wide.prepare(x.to(dtype), over=over)))
 
 
 def _measure_in_blocks(call: Call) -> tuple[Float[Tensor, "... heads items"], Float[Tensor, "... heads items"]]:
     """Margins and weights, in blocks of queries."""
     batch, heads, items, _ = call.sizes
-    rows = max(1, BLOCK_WEIGHTS // max(1, math.prod(batch) * heads * items))
+    rows = max(1, block_weights(call.q.device) // max(1, math.prod(batch) * heads * items))
     parts = [_measure_query_block(call, queries) for queries in torch.arange(items, device=call.q.device).split(rows)]
-    margin, weight = (torch.cat(column, -1) for column in zip(*parts, strict=True))
+    margin, weight, bad = (torch.cat(column, -1) for column in zip(*parts, strict=True))
+    # read once: on a device, reading it per block would make the host wait for each
+    if bool(bad.any()):
+        raise ValueError("x must give finite scores, got NaN or inf; scale x or the layer's weights down")
     return margin, weight
 
 
 def _measure_query_block(
     call: Call, queries: Tensor
-) -> tuple[Float[Tensor, "... heads rows"], Float[Tensor, "... heads rows"]]:
+) -> tuple[Float[Tensor, "... heads rows"], Float[Tensor, "... heads rows"], Bool[Tensor, "... heads rows"]]:
+    """The margins and weights of some queries, and which of them have a score that is NaN or inf."""
     s = masked_scores(call, queries)
-    if bool((s.isnan() | (s == torch.inf)).any()):
-        raise ValueError("x must give finite scores, got NaN or inf; scale x or the layer's weights down")
+    bad = (s.isnan() | (s == torch.inf)).any(-1)
     own = queries[:, None] == torch.arange(s.shape[-1], device=s.device)
     at = queries[:, None].expand(*s.shape[:-1], 1)
     margin = s.gather(-1, at)[..., 0] - s.masked_fill(own, -torch.inf).amax(-1)
@@ -114,7 +119,7 @@ def _measure_query_block(
     p, lse = softmax_and_lse(s)
     if call.sink is not None:
         p = p * non_sink_share(lse, call.sink)
-    return margin.masked_fill(margin.abs() <= small, 0.0), p.gather(-1, at)[..., 0]
+    return margin.masked_fill(margin.abs() <= small, 0.0), p.gather(-1, at)[..., 0], bad
 
 
 def _bound_scores(call: Call, queries: Tensor) -> Float[Tensor, "... heads rows"]:
