@@ -29,6 +29,7 @@ GRAPH_FIELDS = {"order": "csr"}
 PICKLED_CLASSES = {
     "polyhead.neighbourhood.csr.CSR": "polyhead.neighbourhood.order.Order",
     "polyhead.neighbourhood.base.BatchRows": "polyhead.neighbourhood.base.Rows",
+    "polyhead.neighbourhood.algebra.Both": "polyhead.neighbourhood.base.Both",
 }
 
 

@@ -108,6 +108,8 @@ NEIGHBOURHOODS: dict[str, Callable[[Layout], Neighbourhood]] = {
     "mask-by-head": lambda layout: Mask(torch.rand(layout.heads, layout.queries, layout.keys) > 0.5) if not layout.batch or layout.batch[-1] != layout.heads else Dense(),
     "causal-window-padding": lambda layout: Causal() & Window(7) & Padding(_lengths(layout), queries=True),
     "causal-segments": lambda layout: Causal() & Segments(_ids(layout), None if layout.queries <= layout.keys else torch.arange(layout.queries) // 13),
+    "causal-or-prefix": lambda layout: Causal() | Padding(_lengths(layout), queries=False),
+    "not-window-or-segments-and-padding": lambda layout: (~Window(5) | Segments(torch.arange(layout.keys) % 3, torch.arange(layout.queries) % 3)) & Padding(_lengths(layout)),
     "mask-window": lambda layout: Mask(torch.rand(layout.queries, layout.keys) > 0.3) & Window(9),
 }  # fmt: skip
 

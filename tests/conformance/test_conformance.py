@@ -16,7 +16,15 @@ from polyhead.neighbourhood import Neighbourhood
 
 ROWS = rows()
 # neighbourhoods whose intervals differ between the rows of a batch
-APART = ("padding-right", "padding-left-self", "padding-holes", "mask", "causal-window-padding")
+APART = (
+    "padding-right",
+    "padding-left-self",
+    "padding-holes",
+    "mask",
+    "causal-window-padding",
+    "causal-or-prefix",
+    "not-window-or-segments-and-padding",
+)
 
 
 class Built:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from table import LAYOUTS, NEIGHBOURHOODS
 from test_grids import GRIDS, HEADS
-from test_properties import neighbourhoods
+from test_properties import expressions
 from torch.nn.attention.flex_attention import create_mask
 
 from polyhead import Causal, Grid, Mask, Neighbourhood, Padding, Segments, Window
@@ -45,9 +45,10 @@ def test_on_a_grid(name: str):
 
 @settings(max_examples=25, deadline=None)
 @given(data=st.data(), size=st.tuples(st.integers(1, 3), st.sampled_from([1, 5, 33]), st.sampled_from([1, 3, 34])))
-def test_intersections(data: st.DataObject, size: tuple[int, int, int]):
+def test_expressions(data: st.DataObject, size: tuple[int, int, int]):
     batch, queries, keys = size
-    check(data.draw(neighbourhoods(batch, queries, keys)), Sizes((batch,), 2, queries, keys))
+    over, _ = data.draw(expressions(batch, queries, keys))
+    check(over, Sizes((batch,), 2, queries, keys))
 
 
 class Dilated(Neighbourhood):

@@ -7,6 +7,7 @@ from unittest import mock
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from polyhead import (
     GAT,
@@ -29,36 +30,46 @@ from polyhead.kernels import tiled
 from polyhead.kernels.tile_plan import plan_tiles
 from polyhead.neighbourhood import Neighbourhood, Sizes
 
+CPU = torch.device("cpu")
+
+KINDS = ("dense", "causal", "window", "padding", "keep", "segments", "mask")
+
 
 @st.composite
-def neighbourhoods(draw: st.DrawFn, batch: int, queries: int, keys: int) -> Neighbourhood:
-    """The intersection of up to three neighbourhoods that fit these sizes."""
-    seed = draw(st.integers(0, 10**6))
-    random = torch.Generator().manual_seed(seed)
-    over: Neighbourhood = Dense()
-    for kind in draw(
-        st.lists(st.sampled_from(["causal", "window", "padding", "keep", "segments", "mask"]), max_size=3)
-    ):
-        if kind == "causal":
-            over = over & Causal()
-        elif kind == "window":
-            over = over & Window(draw(st.integers(0, keys + 2)), draw(st.integers(0, keys + 2)))
-        elif kind == "padding":
-            over = over & Padding(torch.randint(0, keys + 1, (batch,), generator=random), queries=draw(st.booleans()))
-        elif kind == "keep":
-            over = over & Padding(torch.rand(batch, keys, generator=random) > 0.3, queries=draw(st.booleans()))
-        elif kind == "segments":
-            ids = torch.randint(0, 3, (batch, keys), generator=random)
-            ids = ids.sort(-1).values if draw(st.booleans()) else ids
-            own = (
-                torch.randint(0, 4, (batch, queries), generator=random)
-                if queries > keys or draw(st.booleans())
-                else None
-            )
-            over = over & Segments(ids, own)
-        else:
-            over = over & Mask(torch.rand(batch, 1, queries, keys, generator=random) > 0.5)
-    return over
+def plain_neighbourhoods(draw: st.DrawFn, batch: int, queries: int, keys: int) -> Neighbourhood:
+    """A neighbourhood that fits these sizes, without operators."""
+    random = torch.Generator().manual_seed(draw(st.integers(0, 10**6)))
+    kind = draw(st.sampled_from(KINDS))
+    if kind == "dense":
+        return Dense()
+    if kind == "causal":
+        return Causal()
+    if kind == "window":
+        return Window(draw(st.integers(0, keys + 2)), draw(st.integers(0, keys + 2)))
+    if kind == "padding":
+        return Padding(torch.randint(0, keys + 1, (batch,), generator=random), queries=draw(st.booleans()))
+    if kind == "keep":
+        return Padding(torch.rand(batch, keys, generator=random) > 0.3, queries=draw(st.booleans()))
+    if kind == "segments":
+        ids = torch.randint(0, 3, (batch, keys), generator=random)
+        ids = ids.sort(-1).values if draw(st.booleans()) else ids
+        apart = queries > keys or draw(st.booleans())
+        return Segments(ids, torch.randint(0, 4, (batch, queries), generator=random) if apart else None)
+    return Mask(torch.rand(batch, 1, queries, keys, generator=random) > 0.5)
+
+
+@st.composite
+def expressions(draw: st.DrawFn, batch: int, queries: int, keys: int, depth: int = 3) -> tuple[Neighbourhood, Tensor]:
+    """A nested expression of `&`, `|` and `~`, and the pairs that it allows, by the same operators of bool tensors."""
+    operation = draw(st.sampled_from(("none", "&", "&", "|", "~"))) if depth else "none"
+    if operation == "none":
+        over = draw(plain_neighbourhoods(batch, queries, keys))
+        return over, over.mask(Sizes((batch,), 1, queries, keys), CPU).expand(batch, 1, queries, keys)
+    over, allowed = draw(expressions(batch, queries, keys, depth - 1))
+    if operation == "~":
+        return ~over, ~allowed
+    other, also = draw(expressions(batch, queries, keys, depth - 1))
+    return (over & other, allowed & also) if operation == "&" else (over | other, allowed | also)
 
 
 sizes = st.tuples(st.integers(1, 3), st.sampled_from([1, 2, 5, 33, 67, 131]), st.sampled_from([1, 3, 34, 70, 133]))
@@ -68,7 +79,7 @@ sizes = st.tuples(st.integers(1, 3), st.sampled_from([1, 2, 5, 33, 67, 131]), st
 @given(data=st.data(), size=sizes, heads=st.sampled_from([(1, 1), (4, 2), (6, 1), (3, 3)]))
 def test_any_call_equals_the_reference(data: st.DataObject, size, heads):
     batch, queries, keys = size
-    over = data.draw(neighbourhoods(batch, queries, keys))
+    over, _ = data.draw(expressions(batch, queries, keys))
     position = data.draw(
         st.sampled_from([None, Rotary(), ALiBi(heads[0]), RelativeBias(heads[0], buckets=8, max_distance=30)])
     )
@@ -100,9 +111,13 @@ def _equal(q, k, v, options, kernel=None):
 def test_intervals_and_tiles_contain_every_allowed_pair(data: st.DataObject, size):
     """Allowed pairs lie in the interval, the interval lies in the tiles, and an exact interval equals the predicate."""
     batch, queries, keys = size
-    over = data.draw(neighbourhoods(batch, queries, keys))
-    allowed = over.mask(Sizes((batch,), 1, queries, keys), torch.device("cpu")).expand(batch, 1, queries, keys)[:, 0]
-    first, stop = over.interval(queries, keys, torch.device("cpu"))
+    over, allowed = data.draw(expressions(batch, queries, keys))
+    assert torch.equal(over.mask(Sizes((batch,), 1, queries, keys), CPU).expand_as(allowed), allowed)
+    pairs = torch.cartesian_prod(torch.arange(keys - queries, keys), torch.arange(keys))[:500]
+    listed = over.allows_pairs(*pairs.T).expand(batch, 1, len(pairs))
+    assert torch.equal(listed, allowed.flatten(-2)[..., : len(pairs)])
+    allowed = allowed[:, 0]
+    first, stop = over.interval(queries, keys, CPU)
     first, stop = (x.expand(batch, queries) for x in (first, stop))
     key = torch.arange(keys)
     inside = (key >= first[..., None]) & (key < stop[..., None])

@@ -99,6 +99,8 @@ CASES = {
     "mask by head": ({}, mask_by_head),
     "mask by head and window": ({}, lambda: mask_by_head() & Window(4)),
     "predicate by head": ({}, EveryOther),
+    "union by head": ({}, lambda: (Causal() & ~mask_by_head()) | Window(2)),
+    "complement of a predicate by head": ({}, lambda: ~(EveryOther() | Window(0)) & Causal()),
     "score of a user": ({"score": Scaled}, Causal),
     "gat": ({"score": "gat"}, graph),
     "gat with edge features": (

@@ -56,6 +56,10 @@ def make_cases() -> dict[str, Case]:
         "mask per head": Case(Mask(random_mask(6, 37, 37))),
         "mask per row": Case(Mask(random_mask(2, 1, 37, 37))),
         "mask without some keys": Case(Mask(random_mask(37, 37) & (torch.arange(37) % 4 > 0))),
+        "prefix, relative bias": Case(
+            Causal() | Padding([5, 20]), {"position": RelativeBias(6, buckets=8, max_distance=20)}
+        ),
+        "union and complement per head": Case((~Window(3) | Mask(random_mask(6, 37, 37))) & Padding(lengths)),
         "grid": Case(Grid(6, 7, window=3), length=42),
         "grid, rotary": Case(Grid(6, 7, window=3), {"position": Rotary(axes=2)}, length=42),
         "grid, relative bias": Case(Grid(6, 7, window=3), {"position": RelativeBias(6, window=(3, 3))}, length=42),

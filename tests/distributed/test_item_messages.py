@@ -231,6 +231,7 @@ def pass_bad_arguments():
     expect_error(lambda: shard_items(Causal(), (6, 6, 6)), r"length must be an integer or \(queries, keys\)")
     expect_error(lambda: shard_items(shard_items(None, 4), 4), "sharded already")
     expect_error(lambda: shard_items(None, 4) & shard_items(None, 4), "one of both must be for the whole sequence")
+    expect_error(lambda: shard_items(None, 4) | shard_items(None, 4), r"\|: one of both must be for the whole sequence")
     expect_error(lambda: shard_items(None, 4).take([1.0] * 4), "x must be a tensor, got list")
     expect_error(lambda: shard_items(None, 4, "cpu"), "mesh must be a DeviceMesh")
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("a", "b"))
@@ -307,12 +308,16 @@ def test_a_mask_that_changes_in_place_is_planned_anew(two_ranks):
     assert max(two_ranks.run(change_a_mask_in_place)) < 1e-12
 
 
+def random_keep(seed):
+    return torch.rand(LENGTH, LENGTH, generator=torch.Generator().manual_seed(seed)) < 0.3
+
+
 def join_many_masks():
     shard = shard_items(Causal(), LENGTH)
     x = torch.randn(1, HEADS, LENGTH, DIM, dtype=torch.float64)
     own, errors = shard.take(x), []
     for seed in range(12):
-        keep = torch.rand(LENGTH, LENGTH, generator=torch.Generator().manual_seed(seed)) < 0.3
+        keep = random_keep(seed)
         joined = shard & keep
         assert shard & keep[:] is not None and copy.deepcopy(joined) is joined
         errors.append(
@@ -328,6 +333,26 @@ def join_many_masks():
 def test_the_plans_of_a_few_neighbourhoods_are_kept(two_ranks):
     for error, kept in two_ranks.run(join_many_masks):
         assert error < 1e-12 and kept <= 8
+
+
+def combine_shards():
+    shard, keep = shard_items(Causal(), LENGTH), random_keep(0)
+    x = torch.randn(1, HEADS, LENGTH, DIM, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    own, errors = shard.take(x), []
+    for combined, over in (
+        (shard | Window(0, 3), Causal() | Window(0, 3)),
+        (Window(0, 3) & ~Window(0) | shard, Causal() | Window(0, 3)),
+        (keep | shard, Causal() | Mask(keep)),
+        (keep & shard, Causal() & Mask(keep)),
+        (~shard & Window(4), ~Causal() & Window(4)),
+    ):
+        out = attend(own, own, own, over=combined)
+        errors.append(float((out - shard.take(attend(x, x, x, over=over))).abs().max()))
+    return max(errors)
+
+
+def test_shards_are_combined_with_neighbourhoods_of_the_whole(two_ranks):
+    assert max(two_ranks.run(combine_shards)) < 1e-12
 
 
 def need_gradients_on_one_rank():

@@ -76,6 +76,10 @@ TIGHT = {
     "padding-self": lambda queries, keys: Padding([keys, keys // 3, 0], queries=True),
     "segments": lambda queries, keys: Segments(torch.arange(keys) // 150, (torch.arange(queries) // 150)),
     "documents": lambda queries, keys: Causal() & Segments(torch.arange(keys) // 90, torch.arange(queries) // 90),
+    "windows": lambda queries, keys: Window(40, 0) | Window(0, 200),
+    "prefix": lambda queries, keys: Causal() | Padding([keys // 2, 1, 0], queries=False),
+    "later": lambda queries, keys: ~Causal(),
+    "none": lambda queries, keys: ~Dense(),
     "all": lambda queries, keys: Causal() & Window(200) & Padding([keys, keys // 2, 1], queries=True),
 }
 

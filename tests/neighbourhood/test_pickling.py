@@ -24,7 +24,7 @@ from polyhead import (
     Window,
     attend,
 )
-from polyhead.neighbourhood import BatchRows, Both
+from polyhead.neighbourhood import BatchRows, Both, Complement, Either
 from polyhead.neighbourhood.csr import CSR
 
 PAIRS = torch.tensor([[0, 1, 2, 2, 0, 5, 3], [1, 0, 0, 1, 0, 4, 5]])
@@ -52,6 +52,9 @@ NEIGHBOURHOODS = {
     "mask by head": lambda: Mask(torch.rand(1, 2, 6, 6) > 0.3),
     "masks": lambda: Mask(torch.rand(2, 1, 6, 6) > 0.3),
     "joined": lambda: Causal() & Window(2) & Padding([4, 6]) & Mask(torch.rand(6, 6) > 0.3),
+    "union": lambda: Causal() | Padding([4, 6]) | Mask(torch.rand(6, 6) > 0.3),
+    "complement": lambda: ~(Window(1) & Segments(IDS)),
+    "nested": lambda: ~(Causal() | Padding(HOLES)) & (Mask(torch.rand(6, 6) > 0.3) | ~Window(1)),
     "rows": lambda: BatchRows(Padding([2, 6, 3]), (3,), (slice(0, 2),)),
     "graph": graph,
     "rich graph": lambda: graph(features=torch.randn(7, 3), weights=torch.rand(7)),
@@ -211,6 +214,10 @@ INVALID = {
     "a float mask": (Mask, {"keep": torch.rand(1, 3, 3), "_pairs": True}, "keep"),
     "parts": (Both, {"parts": (torch.rand(3),)}, "parts must be neighbourhoods"),
     "no parts": (Both, {"parts": ()}, "parts must be neighbourhoods"),
+    "parts of a union": (Either, {"parts": (Causal(), torch.rand(3))}, "Either: its parts must be neighbourhoods"),
+    "no parts of a union": (Either, {"parts": (), "exact": True}, "Either: its parts must be neighbourhoods"),
+    "a complement of a tensor": (Complement, {"over": torch.rand(3)}, "Complement: over must be a neighbourhood"),
+    "a complement of nothing": (Complement, {"exact": True}, "its pickled state must be one that Complement writes"),
 }  # fmt: skip
 
 
@@ -232,6 +239,9 @@ def test_derived_flags_are_computed_and_not_read():
     assert not causal.full and causal.exact and callable(causal.check)
     segments = loaded(unchecked(Segments, ids=torch.tensor([0, 1, 0]), query_ids=None, exact=True))
     assert not segments.exact
+    union = loaded(unchecked(Either, parts=(Window(0), Padding([3])), exact=True, full=True))
+    assert not union.exact and not union.full
+    assert not loaded(unchecked(Complement, over=Window(0), exact=True)).exact
 
 
 class Even(Neighbourhood):
@@ -270,6 +280,6 @@ def test_a_graph_on_the_meta_device_is_copied():
 
 def test_the_classes_that_weights_only_accepts():
     ours = {x for x in torch.serialization.get_safe_globals() if getattr(x, "__module__", "").startswith("polyhead")}
-    assert ours == {Dense, Causal, Window, Padding, Segments, Mask, Both, Graph, CSR, Grid, Offsets}
+    assert ours == {Dense, Causal, Window, Padding, Segments, Mask, Both, Either, Complement, Graph, CSR, Grid, Offsets}
     with pytest.raises(pickle.UnpicklingError, match="GATv2"):
         loaded(GATv2(2, 8))

@@ -18,7 +18,7 @@ from polyhead.distributed.item_transport import TransportName, TransportPlan, ma
 from polyhead.distributed.own_rows import gather_rows, item_axis, take_rows
 from polyhead.distributed.process_group import process_group
 from polyhead.kernels import Call
-from polyhead.neighbourhood import Graph, Lattice, Neighbourhood, Sizes, as_neighbourhood, intersection_parts
+from polyhead.neighbourhood import Graph, Lattice, Neighbourhood, Sizes, as_neighbourhood, operands
 from polyhead.neighbourhood.shapes import KeyInterval
 
 # Neighbourhoods of one shard whose plans are kept.
@@ -188,11 +188,21 @@ class ItemShard(Neighbourhood):
     def __and__(self, other: Neighbourhood | Tensor) -> Neighbourhood:
         if not isinstance(other, (Neighbourhood, Tensor)):
             return NotImplemented
+        return self._replace_over(self.over & self._for_whole_sequence("&", as_neighbourhood(other)))
+
+    def absorb_union(self, other: Neighbourhood) -> Neighbourhood:
+        """`other | shard`, where `other` is for the whole sequence."""
+        return self._replace_over(self.over | self._for_whole_sequence("|", other))
+
+    def __invert__(self) -> Neighbourhood:
+        return self._replace_over(~self.over)
+
+    def _for_whole_sequence(self, symbol: str, other: Neighbourhood) -> Neighbourhood:
         if isinstance(other, ItemShard):
             raise ValueError(
-                f"&: one of both must be for the whole sequence, got {self!r} and {other!r}; join them before shard_items"
+                f"{symbol}: one of both must be for the whole sequence, got {self!r} and {other!r}; join them before shard_items"
             )
-        return self._replace_over(self.over & as_neighbourhood(other))
+        return other
 
     def _replace_over(self, over: Neighbourhood) -> ItemShard:
         """The same items with another neighbourhood. Equal ones share one plan: a model joins its own in every call."""
@@ -253,7 +263,7 @@ def _identify(over: Neighbourhood) -> object:
     """A key that is equal for equal neighbourhoods: without reading the tensors of classes that say which they are."""
     leaves = over.leaves()
     # tensors made under torch.inference_mode() have no version
-    if any(x.is_inference() for x in leaves) or not all(map(_is_ours, intersection_parts(over))):
+    if any(x.is_inference() for x in leaves) or not all(map(_is_ours, operands(over))):
         return fingerprint(over)
     return repr(over), tuple((id(x), x._version) for x in leaves)
 

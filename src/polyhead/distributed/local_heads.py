@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from polyhead.neighbourhood import Mask, Neighbourhood, Offsets, Sizes
-from polyhead.neighbourhood.base import Both
+from polyhead.neighbourhood.algebra import Combination, Complement
 from polyhead.neighbourhood.lattice import Lattice
 from polyhead.neighbourhood.shapes import KeyInterval
 
@@ -26,9 +26,10 @@ class HeadRange(NamedTuple):
 def select_heads(over: Neighbourhood, heads: HeadRange, *, batched: bool) -> Neighbourhood:
     """Some heads of a neighbourhood for all of them; `batched` says whether the call has a batch axis."""
     first, size, total = heads
-    if isinstance(over, Both):
-        parts = [select_heads(part, heads, batched=batched) for part in over.parts]
-        return over if all(part is whole for part, whole in zip(parts, over.parts, strict=True)) else Both(*parts)
+    if isinstance(over, Combination):
+        return over.map_parts(lambda part: select_heads(part, heads, batched=batched))
+    if isinstance(over, Complement):
+        return over.map_over(lambda part: select_heads(part, heads, batched=batched))
     if type(over).__module__.startswith("polyhead.") and not over.by_head:
         return over
     if type(over) is Mask:
@@ -76,6 +77,10 @@ class SomeHeads(Neighbourhood):
 
     def _restore(self, state: dict[str, Any]) -> None:
         SomeHeads.__init__(self, state["over"], HeadRange(*state["heads"]))
+
+    @property
+    def anchors(self) -> frozenset[str]:
+        return self.over.anchors
 
     @property
     def lattice(self) -> Lattice | None:

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from polyhead._checks import describe_type
 from polyhead.models.checkpoint_model import CheckpointModel
 from polyhead.models.tokenizer import check_sequence_length
-from polyhead.neighbourhood import Causal, Neighbourhood, Padding, Window, as_neighbourhood
-from polyhead.neighbourhood.base import Both
+from polyhead.neighbourhood import Causal, Neighbourhood, Padding, Window, as_neighbourhood, intersection_parts
 from polyhead.nn import KeyValueCache, TransformerLayer
 from polyhead.nn.cache import restore_caches_on_error
 from polyhead.nn.embedding_helpers import check_embedding_ids
@@ -177,7 +176,7 @@ def _token_positions(over: Neighbourhood | Tensor | None, first: int, tokens: in
         length, own = over.whole_sizes(tokens, tokens)[0], over.item_indices[0]
         positions = _token_positions(over.whole, 0, length)
         return own if isinstance(positions, slice) else positions[..., own.to(positions.device)]
-    parts = over.parts if isinstance(over, Both) else (over,)
+    parts = intersection_parts(over) if isinstance(over, Neighbourhood) else ()
     padding = next((part for part in parts if isinstance(part, Padding)), None)
     # texts given by their lengths start at 0
     if padding is None or padding.keys is None:

@@ -8,15 +8,8 @@ computes nothing derive from it. Positions are counted along the keys: the last 
 import torch
 
 from polyhead._old_checkpoints import accept_old_pickled_classes
-from polyhead.neighbourhood.base import (
-    BatchRows,
-    Both,
-    Dense,
-    Mask,
-    Neighbourhood,
-    as_neighbourhood,
-    intersection_parts,
-)
+from polyhead.neighbourhood.algebra import Both, Complement, Either, intersection_parts, operands
+from polyhead.neighbourhood.base import BatchRows, Dense, Mask, Neighbourhood, as_neighbourhood
 from polyhead.neighbourhood.csr import CSR
 from polyhead.neighbourhood.graph import Graph
 from polyhead.neighbourhood.grid import Grid, Offsets
@@ -25,15 +18,18 @@ from polyhead.neighbourhood.sequence import Causal, Padding, Segments, Window
 from polyhead.neighbourhood.shapes import Sizes, broadcasts_to
 
 # an exported program stores an example of each neighbourhood argument, and torch.export.load reads it with weights_only
-torch.serialization.add_safe_globals([Dense, Causal, Window, Padding, Segments, Mask, Both, Graph, CSR, Grid, Offsets])
-accept_old_pickled_classes(CSR, BatchRows)
+torch.serialization.add_safe_globals([Dense, Causal, Window, Padding, Segments, Mask, Graph, CSR, Grid, Offsets])
+torch.serialization.add_safe_globals([Both, Either, Complement])
+accept_old_pickled_classes(CSR, BatchRows, Both)
 
 __all__ = [
     "CSR",
     "BatchRows",
     "Both",
     "Causal",
+    "Complement",
     "Dense",
+    "Either",
     "Graph",
     "Grid",
     "Lattice",
@@ -47,4 +43,5 @@ __all__ = [
     "as_neighbourhood",
     "broadcasts_to",
     "intersection_parts",
+    "operands",
 ]

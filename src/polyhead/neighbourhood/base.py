@@ -1,4 +1,4 @@
-"""The base class of neighbourhoods, and the general ones: all pairs, a mask, an intersection, some rows of a batch."""
+"""The base class of neighbourhoods, and the general ones: all pairs, a mask, some rows of a batch."""
 
 from __future__ import annotations
 
@@ -49,6 +49,15 @@ class Neighbourhood(ABC):
         The result may have leading batch axes. `query` counts along the keys: with n queries and m keys, query i is at
         position i + m - n.
         """
+
+    @property
+    def anchors(self) -> frozenset[str]:
+        """Which keys its intervals contain, of any query and at any size, if it is `exact`.
+
+        `"first"` and `"last"`: the first or the last key, unless the interval is empty. `"own"`: the interval is cut from a run of
+        positions around the query's own. So a union of neighbourhoods with a common anchor has no gaps.
+        """
+        return frozenset()
 
     @property
     def lattice(self) -> Lattice | None:
@@ -122,6 +131,10 @@ class Neighbourhood(ABC):
         """This list of pairs, intersected with `other`; None for a neighbourhood that is not a pair list."""
         return None
 
+    def absorb_union(self, other: Neighbourhood) -> Neighbourhood | None:
+        """The union with `other`, for a neighbourhood that cannot be a part of an `Either`; None for all others."""
+        return None
+
     def select_batch_rows(self, batch: tuple[int, ...], at: tuple[slice, ...]) -> Neighbourhood:
         """This neighbourhood in some rows of a batch."""
         return BatchRows(self, batch, at)
@@ -164,19 +177,31 @@ class Neighbourhood(ABC):
         """Build this from the `vars` of another, through the constructor where that checks its arguments."""
         vars(self).update(state)
 
+    # algebra.py imports this file
     def __and__(self, other: Neighbourhood | Tensor) -> Neighbourhood:
-        if not isinstance(other, (Neighbourhood, Tensor)):
-            return NotImplemented
-        other = as_neighbourhood(other)
-        filtered = other.filter_edges(self)
-        if filtered is not None:
-            return filtered
-        joined = [
-            part for part in (*intersection_parts(self), *intersection_parts(other)) if not isinstance(part, Dense)
-        ]
-        if len(joined) < 2:
-            return joined[0] if joined else Dense()
-        return Both(*joined)
+        from polyhead.neighbourhood.algebra import intersect
+
+        return intersect(self, other)
+
+    def __rand__(self, other: Tensor) -> Neighbourhood:
+        from polyhead.neighbourhood.algebra import intersect
+
+        return intersect(other, self)
+
+    def __or__(self, other: Neighbourhood | Tensor) -> Neighbourhood:
+        from polyhead.neighbourhood.algebra import unite
+
+        return unite(self, other)
+
+    def __ror__(self, other: Tensor) -> Neighbourhood:
+        from polyhead.neighbourhood.algebra import unite
+
+        return unite(other, self)
+
+    def __invert__(self) -> Neighbourhood:
+        from polyhead.neighbourhood.algebra import Complement
+
+        return Complement(self)
 
     def __repr__(self) -> str:
         fields = ", ".join(
@@ -191,16 +216,15 @@ def _repr_without_values(value: object) -> str:
     return f"<{tuple(value.shape)}>" if isinstance(value, Tensor) else repr(value)
 
 
-def intersection_parts(over: Neighbourhood) -> tuple[Neighbourhood, ...]:
-    """The parts of an intersection; any other neighbourhood is its own only part."""
-    return over.parts if isinstance(over, Both) else (over,)
-
-
 class Dense(Neighbourhood):
     """Every query attends to every key."""
 
     exact = True
     full = True
+
+    @property
+    def anchors(self) -> frozenset[str]:
+        return frozenset({"first", "own", "last"})
 
     def allows(self, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return torch.ones(torch.broadcast_shapes(query.shape, key.shape), dtype=torch.bool, device=key.device)
@@ -275,74 +299,6 @@ class Mask(Neighbourhood):
         return Mask(self.keep.expand(*batch, *self.keep.shape[-3:])[at]) if self.keep.dim() > 3 else self
 
 
-class Both(Neighbourhood):
-    """The intersection of neighbourhoods, `a & b`: pairs that every part allows."""
-
-    tensors = ("parts",)
-
-    def __init__(self, *parts: Neighbourhood) -> None:
-        self.parts = parts
-        self.exact = all(part.exact for part in parts)
-        self.by_head = any(part.by_head for part in parts)
-        self.along_keys = any(part.along_keys for part in parts)
-        shapes.check_one_lattice(parts)
-
-    def _restore(self, state: dict[str, Any]) -> None:
-        if not state["parts"] or not all(isinstance(part, Neighbourhood) for part in state["parts"]):
-            raise ValueError(f"Both: its parts must be neighbourhoods, got {state['parts']!r:.80}")
-        Both.__init__(self, *state["parts"])
-
-    @property
-    def lattice(self) -> Lattice | None:
-        return next((part.lattice for part in self.parts if part.lattice is not None), None)
-
-    def allows(self, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        allowed = self.parts[0].allows(head, query, key)
-        for part in self.parts[1:]:
-            allowed = allowed & part.allows(head, query, key)
-        return allowed
-
-    def allows_pairs(self, query: Tensor, key: Tensor, heads: int = 1) -> Tensor:
-        allowed = self.parts[0].allows_pairs(query, key, heads)
-        for part in self.parts[1:]:
-            allowed = allowed & part.allows_pairs(query, key, heads)
-        return allowed
-
-    def mask_mod(self, sizes: Sizes, device: torch.device) -> mask_mods.MaskMod:
-        return mask_mods.intersect([part.mask_mod(sizes, device) for part in self.parts])
-
-    def check(self, sizes: Sizes) -> None:
-        for part in self.parts:
-            part.check(sizes)
-
-    def interval(self, queries: int, keys: int, device: torch.device) -> KeyInterval:
-        first, stop = self.parts[0].interval(queries, keys, device)
-        for part in self.parts[1:]:
-            a, b = part.interval(queries, keys, device)
-            first, stop = torch.maximum(first, a), torch.minimum(stop, b)
-        return first, torch.maximum(first, stop)
-
-    @property
-    def band(self) -> Band:
-        return shapes.intersect_bands([part.band for part in self.parts])
-
-    def leaves(self) -> tuple[Tensor, ...]:
-        return tuple(tensor for part in self.parts for tensor in part.leaves())
-
-    def unpadded_queries(self, shape: tuple[int, ...]) -> Tensor | None:
-        known = [real for part in self.parts if (real := part.unpadded_queries(shape)) is not None]
-        return torch.stack(known).all(0) if known else None
-
-    def select_batch_rows(self, batch: tuple[int, ...], at: tuple[slice, ...]) -> Neighbourhood:
-        return Both(*(part.select_batch_rows(batch, at) for part in self.parts))
-
-    def bind_self_attention(self, self_attention: bool) -> Neighbourhood:
-        return Both(*(part.bind_self_attention(self_attention) for part in self.parts))
-
-    def __repr__(self) -> str:
-        return " & ".join(repr(part) for part in self.parts)
-
-
 class BatchRows(Neighbourhood):
     """A neighbourhood in some rows of its batch."""
 
@@ -354,6 +310,10 @@ class BatchRows(Neighbourhood):
 
     def _restore(self, state: dict[str, Any]) -> None:
         BatchRows.__init__(self, state["over"], state["batch"], state["at"])
+
+    @property
+    def anchors(self) -> frozenset[str]:
+        return self.over.anchors
 
     @property
     def lattice(self) -> Lattice | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from jaxtyping import Bool, Float, Int, Integer
@@ -14,7 +14,8 @@ from polyhead._checks import WrongType, as_tensor, short_repr
 from polyhead._foreign_arguments import GRAPH, PyGData, read_pyg_data, translate_foreign_arguments
 from polyhead._old_checkpoints import GRAPH_FIELDS
 from polyhead._torch import is_tracing_or_dataless, to_at_least_fp32
-from polyhead.neighbourhood.base import Neighbourhood, as_neighbourhood, intersection_parts
+from polyhead.neighbourhood.algebra import intersection_parts
+from polyhead.neighbourhood.base import Neighbourhood, as_neighbourhood
 from polyhead.neighbourhood.csr import CSR, build_csr, check_csr_dtypes_and_shapes, check_csr_values
 from polyhead.neighbourhood.graph_inputs import (
     check_edge_features,
@@ -180,6 +181,18 @@ class Graph(Neighbourhood):
                 "by batch entry; join several graphs with Graph.batch"
             )
         return self._select_edges(allowed.reshape(-1).nonzero()[:, 0])
+
+    def absorb_union(self, other: Neighbourhood) -> NoReturn:
+        raise ValueError(
+            f"|: a graph is a list of edges and cannot be a part of a union, got {self!r}; append edges, "
+            "Graph(torch.cat((graph.edge_index, more), 1), num_nodes), or pass its pairs as a bool mask (queries, keys)"
+        )
+
+    def __invert__(self) -> NoReturn:
+        raise ValueError(
+            f"~: a graph is a list of edges and has no complement, got {self!r}; pass its pairs as a bool mask "
+            "(queries, keys), and invert that"
+        )
 
     def _select_edges(self, edges: Int[Tensor, " selected"]) -> Graph:
         take = lambda x: None if x is None else x[edges]

@@ -8,7 +8,7 @@ Numbers such as the reach of a window are read from a tensor: as constants, each
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from jaxtyping import Bool, Int
@@ -27,19 +27,6 @@ _MAX_KEPT_NUMBERS = 1024
 def allow_all(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
     """The mask_mod that allows every pair."""
     return query >= 0
-
-
-def intersect(mods: Sequence[MaskMod]) -> MaskMod:
-    """The mask_mod that allows what all of `mods` allow."""
-    first, *others = mods
-
-    def all_allow(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        allowed = first(row, head, query, key)
-        for mod in others:
-            allowed = allowed & mod(row, head, query, key)
-        return allowed
-
-    return all_allow
 
 
 def look_up(mask: Bool[Tensor, "... #heads #queries #keys"], batch: tuple[int, ...]) -> MaskMod:

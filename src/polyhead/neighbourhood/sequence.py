@@ -32,6 +32,10 @@ class _Band(Neighbourhood):
     def __init__(self, left: int | None, right: int) -> None:
         self.left, self.right = left, right
 
+    @property
+    def anchors(self) -> frozenset[str]:
+        return frozenset({"first", "own"} if self.left is None else {"own"})
+
     def allows(self, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         near = key <= query + self.right
         return near if self.left is None else near & (key >= query - self.left)
@@ -146,6 +150,10 @@ class Padding(Neighbourhood):
             if longest > sizes.keys:
                 raise ValueError(f"Padding: lengths must be at most the number of keys, {sizes.keys}, got {longest}")
 
+    @property
+    def anchors(self) -> frozenset[str]:
+        return frozenset({"first"} if self.keys is None else ())
+
     def _is_real(self, position: Tensor) -> Tensor:
         first, stop = (bound[..., None, None, None] for bound in (self.first, self.stop))
         real = (position >= first) & (position < stop)
@@ -241,6 +249,10 @@ class Segments(Neighbourhood):
             raise ValueError(
                 f"Segments: the queries must be among the {sizes.keys} keys, got {sizes.queries} queries; pass their ids as query_ids"
             )
+
+    @property
+    def anchors(self) -> frozenset[str]:
+        return frozenset({"own"} if self.query_ids is None else ())
 
     def _ids_of_queries(self, queries: int) -> Tensor:
         return self.ids[..., self.ids.shape[-1] - queries :] if self.query_ids is None else self.query_ids

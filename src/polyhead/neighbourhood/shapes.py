@@ -32,6 +32,13 @@ def intersect_bands(bands: Sequence[Band]) -> Band:
     return min(before, default=None), min(after, default=None)
 
 
+def unite_bands(bands: Sequence[Band]) -> Band:
+    """How far the keys of a union are before and after their query, from that of its parts."""
+    farthest = lambda side: None if any(reach is None for reach in side) else max(side)
+    before, after = zip(*bands, strict=True)
+    return farthest(before), farthest(after)
+
+
 def broadcasts_to(shape: tuple[int, ...], target: tuple[int, ...]) -> bool:
     """Whether a tensor of one shape can be expanded to another."""
     return len(shape) <= len(target) and all(a in (1, b) for a, b in zip(shape[::-1], target[::-1], strict=False))
@@ -94,16 +101,16 @@ def flatten_batch_unless_shared(x: Tensor, batch: tuple[int, ...], own: int) -> 
     return x.expand(*batch, *rest).flatten(0, len(batch) - 1)
 
 
-def check_one_lattice(parts: tuple[Neighbourhood, ...]) -> None:
+def check_one_lattice(symbol: str, parts: tuple[Neighbourhood, ...]) -> None:
     """Raise where parts disagree about the positions of the queries."""
     lattices = {part.lattice for part in parts} - {None}
     if len(lattices) > 1:
-        raise ValueError(f"&: all parts must be on one grid, got {' and '.join(map(repr, parts))}")
+        raise ValueError(f"{symbol}: all parts must be on one grid, got {' and '.join(map(repr, parts))}")
     lattice = next(iter(lattices), None)
     counting = next((part for part in parts if part.along_keys), None)
     if lattice is not None and lattice.queries_differ_from_keys and counting is not None:
         strided = " and ".join(repr(part) for part in parts if part.lattice)
         raise ValueError(
-            f"&: {counting!r} counts queries along the keys, but the queries of {strided} are not the keys; pass a Mask "
+            f"{symbol}: {counting!r} counts queries along the keys, but the queries of {strided} are not the keys; pass a Mask "
             f"instead of {counting!r}"
         )
