@@ -26,6 +26,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     if "distributed" in arguments.names:
         return _run_distributed(parser, arguments)
+    if "roofline" in arguments.names:
+        return _print_roofline(parser, arguments)
     try:
         cases = chosen(arguments.names)
     except ValueError as error:
@@ -69,6 +71,17 @@ def _run_distributed(parser: argparse.ArgumentParser, arguments: argparse.Namesp
     except (CaseError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    return 0
+
+
+def _print_roofline(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
+    """Print bounds of times on GPUs, by themselves: nothing is measured."""
+    # counts on tensors without data, which other tables do not need
+    from benchmarks.roofline import print_roofline
+
+    if arguments.names != ["roofline"] or arguments.json is not None or arguments.repeats is not None:
+        parser.error("roofline must be the only argument: it prints bounds, and measures nothing")
+    print_roofline()
     return 0
 
 
@@ -121,7 +134,8 @@ def _parser() -> argparse.ArgumentParser:
         "names",
         nargs="*",
         metavar="NAME",
-        help=f"a table ({known}), or a part of the names of cases; distributed, alone or with parts of names, runs ranks",
+        help=f"a table ({known}), or a part of the names of cases; distributed, alone or with parts of names, runs ranks; "
+        "roofline, alone, prints bounds of times on GPUs",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the lines as a list of objects")
     parser.add_argument(
