@@ -1,4 +1,4 @@
-"""`python -m benchmarks [NAMES…] [--json FILE] [--repeats N]`: run cases, print a line per case, write them as JSON."""
+"""`python -m benchmarks [NAMES…] [--device D] [--json FILE] [--repeats N]`: run cases, print a line per case, write them as JSON."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ from pathlib import Path
 
 import torch
 
+from benchmarks import placement
 from benchmarks.case import Case, CaseError
 from benchmarks.measure import Line, cores, measured, use_two_threads
 from benchmarks.tables import TABLES, chosen
 from polyhead import _files
+from polyhead.device_check.devices import describe_device, find_device
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -29,14 +31,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     if "roofline" in arguments.names:
         return _print_roofline(parser, arguments)
     try:
-        cases = chosen(arguments.names)
-    except ValueError as error:
-        parser.error(str(error))
-    if arguments.json is not None:
-        try:
+        device, cases = find_device(arguments.device), chosen(arguments.names)
+        if arguments.json is not None:
             _files.resolve_writable_path(arguments.json, "--json")
-        except (OSError, ValueError) as error:
-            parser.error(str(error))
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
+    with placement.on(device):
+        return _run_tables(cases, arguments)
+
+
+def _run_tables(cases: Sequence[Case], arguments: argparse.Namespace) -> int:
+    """Run the cases that can run on this device."""
     cases = _present(cases)
     if not cases:
         print("error: none of these cases can run here", file=sys.stderr)
@@ -58,6 +63,10 @@ def _run_distributed(parser: argparse.ArgumentParser, arguments: argparse.Namesp
     # the processes that it starts import this file too
     from benchmarks.distributed import run_distributed
 
+    if arguments.device != "cpu":
+        parser.error(
+            f"--device must be cpu for distributed, whose ranks are processes on the CPU, got {arguments.device}"
+        )
     if arguments.json is not None:
         try:
             _files.resolve_writable_path(arguments.json, "--json")
@@ -137,6 +146,9 @@ def _parser() -> argparse.ArgumentParser:
         help=f"a table ({known}), or a part of the names of cases; distributed, alone or with parts of names, runs ranks; "
         "roofline, alone, prints bounds of times on GPUs",
     )
+    parser.add_argument(
+        "--device", default="cpu", metavar="D", help="where cases run, such as cuda or cuda:1 (default: %(default)s)"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the lines as a list of objects")
     parser.add_argument(
         "--repeats",
@@ -156,7 +168,10 @@ def _positive(text: str) -> int:
 
 def _header() -> str:
     today = datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z")
-    return f"{_cpu()}, {cores()} cores, {torch.get_num_threads()} threads, torch {torch.__version__}, {today}"
+    device = placement.here()
+    on_device = "" if device.type == "cpu" else f"{describe_device(device).get('device name', device)} as {device}, "
+    threads = f"{cores()} cores, {torch.get_num_threads()} threads"
+    return f"{on_device}{_cpu()}, {threads}, torch {torch.__version__}, {today}"
 
 
 def _cpu() -> str:
@@ -195,8 +210,7 @@ def _texts(line: Line) -> list[str]:
         f"{line.ratio:.2f}",
         "-" if floor is None else f"{floor:.3f}",
         "-" if floor is None else f"{line.ours_ms / floor:.2f}",
-        f"{line.ours_peak_mb:.1f}",
-        f"{line.peer_peak_mb:.1f}",
+        *("-" if peak is None else f"{peak:.1f}" for peak in (line.ours_peak_mb, line.peer_peak_mb)),
         f"{line.max_abs_diff:.1e}",
     ]
 

@@ -6,6 +6,7 @@ PyG's layers run unchanged, or after `torch.compile`, which makes them several t
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import itertools
 import os
 import shutil
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 
 from benchmarks.case import Case, CaseError, Results, Side, Sides, grad, inference, training
 from benchmarks.graphs import WORKLOADS, Workload, drawn, gather_sum, no_kernels, random_graph
+from benchmarks.placement import CPU, here
 from polyhead import Graph, MultiHeadAttention
 from polyhead.device_check.times import PYG_PARAMETER_NAMES
 
@@ -56,6 +58,11 @@ GAT = Kind(
 KINDS = (GATV2, GAT)
 
 
+def kernel_here() -> str:
+    """The kernel that is timed: in C++ on the CPU, in torch elsewhere."""
+    return "edges_native" if here() == CPU else "edges_torch"
+
+
 def no_pyg() -> str | None:
     """The reason why a case is skipped without PyG."""
     try:
@@ -67,6 +74,12 @@ def no_pyg() -> str | None:
 
 def no_compiler() -> str | None:
     """The reason why a case is skipped without a compiler for `torch.compile`."""
+    if here() != CPU:
+        return (
+            None
+            if importlib.util.find_spec("triton")
+            else f"torch.compile needs triton on {here()}: pip install triton"
+        )
     known = (os.environ.get("CXX", "g++"), "clang++")
     return None if any(map(shutil.which, known)) else "torch.compile needs a C++ compiler, and none was found"
 
@@ -104,10 +117,10 @@ def pyg_layer(kind: Kind, layer: MultiHeadAttention) -> Any:
 
 
 def checked(layer: MultiHeadAttention, x: Tensor, graph: Graph) -> MultiHeadAttention:
-    """The layer, after a check that the C++ kernel is used."""
+    """The layer, after a check that the C++ kernel is used, or on another device the kernel that runs there."""
     explanation = layer.explain(x, over=graph)
-    if explanation.kernel != "edges_native":
-        raise CaseError(f"ours must run in the C++ kernel, got {explanation}")
+    if explanation.kernel != kernel_here():
+        raise CaseError(f"ours must run in {kernel_here()} on {here()}, got {explanation}")
     return layer
 
 
@@ -139,7 +152,7 @@ def against_pyg(kind: Kind, workload: Workload, train: bool, compiled: bool = Fa
         peer.run()
         x.grad = None
         conv.zero_grad()
-    if train:
+    if train or here() != CPU:
         return Sides(ours, peer)
     rows = layer.k_proj(x).detach()
     return Sides(ours, peer, bounds=(lambda: gather_sum(graph, rows),))

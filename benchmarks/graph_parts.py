@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from benchmarks.case import Case, Forward, Results, Side, Sides, inference
-from benchmarks.graph import GATV2, KINDS, TOLERANCE, Kind, checked, our_layer
+from benchmarks.graph import GATV2, KINDS, TOLERANCE, Kind, checked, kernel_here, our_layer
 from benchmarks.graphs import WORKLOADS, Workload, drawn, gather_sum, no_kernels, random_graph
 from benchmarks.measure import cores
+from benchmarks.placement import CPU, cpu_only, here
 from polyhead import GATv2, Graph, MultiHeadAttention, attend
 
 NODES, EDGES = 20_000, 500_000
@@ -33,7 +34,7 @@ def layer_and_its_functions(kind: Kind, workload: Workload) -> Sides:
             return gather_sum(graph, layer.k_proj(x))
 
     ours, peer = inference(lambda: layer(x, over=graph)[0]), inference(partial(_functions, layer, x, graph))
-    return Sides(ours, peer, bounds=(bound,))
+    return Sides(ours, peer, bounds=(bound,) if here() == CPU else ())
 
 
 def _functions(layer: MultiHeadAttention, x: Tensor, graph: Graph) -> Tensor:
@@ -101,13 +102,13 @@ def attention_and_its_tenth(edges: int) -> Sides:
 
     ours, bound = parts(torch.cat((kept, rest), 1), nodes)
     tenth, _ = parts(small, few)
-    return Sides(ours, tenth, bounds=(bound,))
+    return Sides(ours, tenth, bounds=(bound,) if here() == CPU else ())
 
 
 def _attention(q: Tensor, k: Tensor, graph: Graph, score: GATv2) -> Tensor:
-    """On (nodes, heads, dim), as after a projection; requires the C++ kernel."""
+    """On (nodes, heads, dim), as after a projection; requires the kernel for this device."""
     k = k.transpose(0, 1)
-    return attend(q.transpose(0, 1), k, k, over=graph, score=score, kernel="edges_native")
+    return attend(q.transpose(0, 1), k, k, over=graph, score=score, kernel=kernel_here())
 
 
 def threads(workload: Workload, part: str) -> Sides:
@@ -132,6 +133,8 @@ def _alone(run: Forward) -> Tensor:
 
 
 def _one_core() -> str | None:
+    if here() != CPU:
+        return cpu_only("it compares threads of the CPU")
     return no_kernels() or ("there is only one core, so threads cannot help" if cores() < 2 else None)
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.case import nothing
+from benchmarks.placement import CPU, here, moved
 from polyhead import Graph
 from polyhead._torch import native
 
@@ -72,21 +73,23 @@ def _featured(draw: Callable[[int, int], Tensor], nodes: int, edges: int) -> Dat
 
 def _cora() -> Data:
     """Bags of words as dense numbers, each row divided by its sum."""
-    with np.load(_file("cora"), allow_pickle=False) as file:
+    with CPU, np.load(_file("cora"), allow_pickle=False) as file:
         shape = tuple(file["features_shape"].tolist())
         rows = np.arange(shape[0]).repeat(np.diff(file["features_indptr"]))
         x = torch.zeros(shape)
         x[torch.from_numpy(rows), torch.from_numpy(file["features_indices"]).long()] = torch.from_numpy(
             file["features_data"]
         )
-        return Data(_with_loops(file["edge_index"], shape[0]), x / x.sum(1, keepdim=True).clamp(min=1))
+        data = Data(_with_loops(file["edge_index"], shape[0]), x / x.sum(1, keepdim=True).clamp(min=1))
+    return moved(data)
 
 
 def _amazon_computers() -> Data:
     torch.manual_seed(0)
-    with np.load(_file("amazon-computers"), allow_pickle=False) as file:
+    with CPU, np.load(_file("amazon-computers"), allow_pickle=False) as file:
         nodes = int(file["nodes"])
-        return Data(_with_loops(file["edge_index"], nodes), torch.randn(nodes, FEATURES))
+        data = Data(_with_loops(file["edge_index"], nodes), torch.randn(nodes, FEATURES))
+    return moved(data)
 
 
 def _with_loops(edge_index: np.ndarray[tuple[int, ...], np.dtype[np.integer]], nodes: int) -> Tensor:
@@ -123,7 +126,9 @@ WORKLOADS = (
 
 
 def no_kernels() -> str | None:
-    """The reason why a case is skipped without the C++ kernels."""
+    """The reason why a case is skipped without the C++ kernels; graphs on other devices run in torch."""
+    if here() != CPU:
+        return None
     return "polyhead was installed without a compiler, so there are no C++ kernels to time" if native is None else None
 
 

@@ -50,7 +50,8 @@ def _call(shape: Shape) -> Call:
 def _dense(weights: Tensor, moved: Tensor) -> list[Any]:
     """All of METRICS from weights (..., queries, keys), in plain torch."""
     queries, keys = weights.shape[-2:]
-    place = torch.arange(keys) - torch.arange(queries)[:, None]
+    item = torch.arange(max(queries, keys), device=weights.device)
+    place = item[:keys] - item[:queries, None]
 
     def heat(w: Tensor) -> Tensor:
         return w.unflatten(-1, (64, -1)).mean(-1).unflatten(-2, (64, -1)).mean(-2)

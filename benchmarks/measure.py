@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import math
 import os
-import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
 import torch
 from torch import Tensor
 
-from benchmarks.case import Case, CaseError, Forward, Results, Sides
-from benchmarks.memory import peak_in_child
+from benchmarks.case import Case, CaseError, Results, Sides
+from benchmarks.memory import peak_memory
+from benchmarks.placement import here, making
+from polyhead.device_check.timing import interleaved
 
-# The least duration of a sample, in seconds; a sample has many calls if one is shorter.
-SAMPLE = 0.01
-WARM_UP = 0.05
-# Without --repeats, the time for all rounds in seconds, and the least and largest number of rounds.
+# Without --repeats, the time for all rounds in seconds.
 BUDGET = 10.0
-FEWEST, MOST = 5, 51
 
 
 @dataclass(frozen=True)
@@ -34,17 +29,20 @@ class Line:
     ratio: float
     """peer / ours, the median over rounds."""
     floor_ms: float | None
-    ours_peak_mb: float
-    peer_peak_mb: float
+    ours_peak_mb: float | None
+    """None where the device does not tell."""
+    peer_peak_mb: float | None
     max_abs_diff: float
     """Between ours and any other side; gradients are divided by their largest entry."""
+    device: str = "cpu"
 
 
 def measured(case: Case, repeats: int | None = None) -> Line:
     """Measure a case; raises `CaseError` if it has no result."""
-    sides = case.setup()
+    with making():
+        sides = case.setup()
     difference = largest_difference(sides, case.tolerance)
-    ours, peer, *floors = interleaved(sides.timed(), repeats)
+    ours, peer, *floors = interleaved(sides.timed(), here(), budget=BUDGET, rounds=repeats)
     return Line(
         case=case.name,
         ours_ms=1e3 * median(ours),
@@ -52,9 +50,10 @@ def measured(case: Case, repeats: int | None = None) -> Line:
         peer_ms=1e3 * median(peer),
         ratio=median(b / a for a, b in zip(ours, peer, strict=True)),
         floor_ms=min((1e3 * median(floor) for floor in floors), default=None),
-        ours_peak_mb=peak_in_child(case, "ours"),
-        peer_peak_mb=peak_in_child(case, "peer"),
+        ours_peak_mb=peak_memory(case, sides, "ours"),
+        peer_peak_mb=peak_memory(case, sides, "peer"),
         max_abs_diff=difference,
+        device=str(here()),
     )
 
 
@@ -102,38 +101,3 @@ def _difference(label: str, a: Tensor, b: Tensor) -> float:
     if a.shape != b.shape:
         raise CaseError(f"{label} is {tuple(a.shape)} on our side and {tuple(b.shape)} on another")
     return float((a - b).abs().max())
-
-
-def interleaved(runs: Sequence[Forward], repeats: int | None = None) -> list[list[float]]:
-    """Seconds per call: a list of samples for each of `runs`, interleaved in rotating order."""
-    counts = [_calls_per_sample(run) for run in runs]
-    samples: list[list[float]] = [[] for _ in runs]
-    rounds, begin = 0, time.perf_counter()
-    while not _enough(rounds, time.perf_counter() - begin, repeats):
-        for turn in range(len(runs)):
-            i = (rounds + turn) % len(runs)
-            samples[i].append(_sample(runs[i], counts[i]))
-        rounds += 1
-    return samples
-
-
-def _enough(rounds: int, spent: float, repeats: int | None) -> bool:
-    if repeats is not None:
-        return rounds >= repeats
-    return rounds >= MOST or (rounds >= FEWEST and spent >= BUDGET)
-
-
-def _calls_per_sample(run: Forward) -> int:
-    """Warm up, and count how many calls fill a sample."""
-    best, spent = math.inf, 0.0
-    while spent < WARM_UP:
-        once = _sample(run, 1)
-        best, spent = min(best, once), spent + once
-    return math.ceil(SAMPLE / best)
-
-
-def _sample(run: Forward, calls: int) -> float:
-    begin = time.perf_counter()
-    for _ in range(calls):
-        run()
-    return (time.perf_counter() - begin) / calls

@@ -1,4 +1,4 @@
-"""Peak memory of one call, in a fresh process: `python -m benchmarks.memory CASE SIDE`."""
+"""Peak memory of one call: on the CPU in a fresh process, `python -m benchmarks.memory CASE SIDE`."""
 
 from __future__ import annotations
 
@@ -15,13 +15,31 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 
-from benchmarks.case import Case, CaseError, Forward
+from benchmarks.case import Case, CaseError, Forward, Sides
+from benchmarks.placement import here
 from polyhead import GATv2, Graph, Window, attend
 
 _ROOT = Path(__file__).resolve().parent.parent
 _STATUS = Path("/proc/self/status")
 # glibc returns larger blocks to the system as soon as they are freed, so that the peak is the memory in use
 _ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": str(256 * 1024)}
+
+
+def peak_memory(case: Case, sides: Sides, side: Literal["ours", "peer"]) -> float | None:
+    """The peak of one side, in megabytes above the state after set-up; None where the device does not tell."""
+    if here().type == "cpu":
+        return peak_in_child(case, side)
+    return peak_mb_of_cuda((sides.ours if side == "ours" else sides.peer).run) if here().type == "cuda" else None
+
+
+def peak_mb_of_cuda(run: Forward) -> float:
+    """By how much one call raises the memory that tensors have on this GPU, in megabytes."""
+    torch.cuda.synchronize(here())
+    torch.cuda.reset_peak_memory_stats(here())
+    before = torch.cuda.memory_allocated(here())
+    run()
+    torch.cuda.synchronize(here())
+    return (torch.cuda.max_memory_allocated(here()) - before) / 2**20
 
 
 def peak_in_child(case: Case, side: Literal["ours", "peer"]) -> float:

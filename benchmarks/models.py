@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.case import Case, Results, Side, Sides, grad, inference
+from benchmarks.placement import CPU, here
 from polyhead import Padding
 from polyhead.interop.huggingface import register
 from polyhead.interop.torch_transformer_layers import layer_from_torch
@@ -33,7 +34,8 @@ def _exchanged(theirs: Any, ours: Any) -> Any:
     """Our model with the weights of theirs, through a checkpoint."""
     with tempfile.TemporaryDirectory() as folder:
         theirs.save_pretrained(folder)
-        return ours.from_pretrained(folder)
+        with CPU:
+            return ours.from_pretrained(folder).to(here())
 
 
 def _transformers() -> Any:
@@ -168,8 +170,12 @@ class _Theirs(nn.Module):
         read, written = (
             F.dropout(self.ours._embed(self.ours.embedding, ids, 0), DROPOUT, self.training) for ids in (source, target)
         )
-        padded = [torch.arange(x.shape[1]) >= n[:, None] for x, n in zip((source, target), lengths, strict=True)]
-        ahead = torch.ones(target.shape[1], target.shape[1], dtype=torch.bool).triu(1)
+        device = target.device
+        padded = [
+            torch.arange(x.shape[1], device=device) >= n[:, None]
+            for x, n in zip((source, target), lengths, strict=True)
+        ]
+        ahead = torch.ones(target.shape[1], target.shape[1], dtype=torch.bool, device=device).triu(1)
         return self.body(
             read, written, tgt_mask=ahead, tgt_is_causal=True, src_key_padding_mask=padded[0],
             memory_key_padding_mask=padded[0], tgt_key_padding_mask=padded[1],

@@ -12,13 +12,14 @@ import importlib.util
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.case import Case, Forward, Results, Side, Sides
+from benchmarks.placement import CPU, moved
 from polyhead import MultiHeadAttention, Stiefel, optim
 
 RATE = 1e-3
@@ -29,13 +30,15 @@ Moment = Literal["elementwise", "scalar"]
 
 def _matrices(number: int, n: int, k: int) -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
-    return [Stiefel().random(n, k, generator=generator) for _ in range(number)]
+    with CPU:
+        drawn = [Stiefel().random(n, k, generator=generator) for _ in range(number)]
+    return cast(list[Tensor], moved(drawn))
 
 
 def _with_gradients(points: list[Tensor]) -> list[Any]:
     generator = torch.Generator().manual_seed(1)
     for point in points:
-        point.grad = torch.randn(point.shape, generator=generator)
+        point.grad = moved(torch.randn(point.shape, generator=generator, device="cpu"))
     return points
 
 

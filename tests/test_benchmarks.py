@@ -19,12 +19,24 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks import graph, graph_parts, graphs, measure, roofline, tables
 from benchmarks.__main__ import main, write
 from benchmarks.case import Case, CaseError, Sides, grad, inference, training
-from benchmarks.measure import Line, interleaved, largest_difference
+from benchmarks.measure import Line, largest_difference
 from benchmarks.memory import peak_in_child, peak_mb
 from polyhead import Dense, Graph
+from polyhead.device_check import timing
 
 ROOT = Path(__file__).resolve().parent.parent
-KEYS = ["case", "ours_ms", "peer", "peer_ms", "ratio", "floor_ms", "ours_peak_mb", "peer_peak_mb", "max_abs_diff"]
+KEYS = [
+    "case",
+    "ours_ms",
+    "peer",
+    "peer_ms",
+    "ratio",
+    "floor_ms",
+    "ours_peak_mb",
+    "peer_peak_mb",
+    "max_abs_diff",
+    "device",
+]
 
 
 def fixed(value: Tensor) -> Sides:
@@ -43,7 +55,7 @@ def trained(factor: float) -> Sides:
 
 @pytest.fixture
 def no_children(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measure, "peak_in_child", lambda case, side: 1.5)
+    monkeypatch.setattr(measure, "peak_memory", lambda case, sides, side: 1.5)
 
 
 def test_a_wrong_result_gives_an_error_instead_of_a_time(
@@ -100,7 +112,7 @@ def test_a_bound_is_timed_and_not_compared(monkeypatch: pytest.MonkeyPatch, no_c
     zeros = inference(lambda: torch.zeros(3))
     sides = Sides(zeros, zeros, bounds=(lambda: torch.ones(2),))
     assert largest_difference(sides, 1e-3) == 0
-    monkeypatch.setattr(measure, "interleaved", lambda runs, repeats: [[float(i)] for i, _ in enumerate(runs, 1)])
+    monkeypatch.setattr(measure, "interleaved", lambda runs, *_, **__: [[float(i)] for i, _ in enumerate(runs, 1)])
     assert measure.measured(Case("a", "b", lambda: sides)).floor_ms == 3000.0
 
 
@@ -185,15 +197,15 @@ def test_case_names_are_unique() -> None:
 def test_sides_are_interleaved_in_rotating_order(monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[int] = []
     runs = [lambda i=i: order.append(i) for i in range(3)]
-    monkeypatch.setattr(measure, "_calls_per_sample", lambda run: 2)
-    samples = interleaved(runs, 3)  # type: ignore[arg-type]
+    monkeypatch.setattr(timing, "_calls_per_sample", lambda run, device: 2)
+    samples = timing.interleaved(runs, torch.device("cpu"), budget=1.0, rounds=3)
     assert order == [0, 0, 1, 1, 2, 2, 1, 1, 2, 2, 0, 0, 2, 2, 0, 0, 1, 1]
     assert [len(own) for own in samples] == [3, 3, 3]
 
 
 def test_a_line_has_medians(monkeypatch: pytest.MonkeyPatch, no_children: None) -> None:
     taken = [[1.0, 2.0, 4.0], [6.0, 4.0, 4.0], [9.0, 9.0, 9.0], [3.0, 0.5, 0.5]]
-    monkeypatch.setattr(measure, "interleaved", lambda runs, repeats: taken)
+    monkeypatch.setattr(measure, "interleaved", lambda runs, *_, **__: taken)
     line = measure.measured(Case("a", "b", lambda: fixed(torch.zeros(3))))
     assert (line.ours_ms, line.peer_ms, line.ratio, line.floor_ms) == (2000.0, 4000.0, 2.0, 500.0)
 
@@ -213,13 +225,40 @@ def test_a_real_case_from_end_to_end(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     header, names, row = done.stdout.splitlines()
     assert f"torch {torch.__version__}" in header
-    assert set(KEYS) <= set(names.split())
+    assert set(KEYS) - {"device"} <= set(names.split())
     (line,) = json.loads(file.read_text())
     assert list(line) == KEYS
     assert row.startswith(line["case"] + " ")
     assert line["case"] == "layer-inference-2x10x512x8"
     assert line["max_abs_diff"] < 1e-5
     assert all(line[key] > 0 for key in ("ours_ms", "peer_ms", "floor_ms", "ratio"))
+
+
+def test_a_device_that_is_not_there_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as leaving:
+        main(["dense", "--device", "meta"])
+    assert leaving.value.code == 2
+    assert "--device must be a device that torch finds here" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["distributed", "--device", "meta"])
+    assert "--device must be cpu for distributed" in capsys.readouterr().err
+
+
+def test_the_cpu_is_the_default(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, no_children: None) -> None:
+    """With and without --device, and without a mode in between, which would slow every call down."""
+    modes = []
+
+    def setup() -> Sides:
+        modes.append(torch._C._len_torch_function_stack())
+        return fixed(torch.zeros(3))
+
+    monkeypatch.setitem(tables.TABLES, "made-up", (Case("a", "zeros", setup),))
+    file = tmp_path / "lines.json"
+    for arguments in ([], ["--device", "cpu"]):
+        assert main(["made-up", "--repeats", "1", "--json", str(file), *arguments]) == 0
+        (line,) = json.loads(file.read_text())
+        assert line["device"] == "cpu"
+    assert modes == [0, 0]
 
 
 def test_the_roofline_is_that_of_the_page(capsys: pytest.CaptureFixture[str]) -> None:
@@ -331,7 +370,7 @@ def test_a_changed_weight_is_detected(
 def test_only_the_cpp_kernel_is_timed(monkeypatch: pytest.MonkeyPatch, kernels: None) -> None:
     monkeypatch.setattr("polyhead.kernels.edges_native.EdgesNative.refuses", lambda self, call: "it is Sunday")
     with pytest.raises(
-        CaseError, match=r"must run in the C\+\+ kernel, got (?!edges_native)(?s:.)*not edges_native: it is Sunday"
+        CaseError, match=r"must run in edges_native on cpu, got (?!edges_native)(?s:.)*not edges_native: it is Sunday"
     ):
         graph_parts.layer_and_its_functions(graph.GATV2, TINY[0])
 

@@ -100,8 +100,10 @@ def full_fp32_precision() -> Iterator[str]:
 
 def synchronise(device: torch.device) -> None:
     """Wait until a device has finished its work."""
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
+    if device.type == "mps":
+        torch.mps.synchronize()
+    elif device.type != "cpu":
+        getattr(torch, device.type).synchronize(device)
 
 
 def move(over: Neighbourhood, device: torch.device) -> Neighbourhood:
