@@ -9,12 +9,19 @@ export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_FP16
 demo: .venv/demo
 	$(BIN)/python -m polyhead demo --out heads.html
 
+# where kernels run: on any other than the CPU, `make test DEVICE=cuda` runs the conformance tables alone
+DEVICE ?= cpu
+
 test: .venv/test
+ifeq ($(DEVICE),cpu)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses 2 --dist worksteal
+else
+	POLYHEAD_DEVICE=$(DEVICE) $(BIN)/pytest tests/conformance
+endif
 
 bench: .venv/test
 	$(BIN)/python -m benchmarks

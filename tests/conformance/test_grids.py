@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
+from on_device import fast_kernels, on_device
 from table import DTYPES
 from test_conformance import differs
 from torch import Tensor
@@ -36,8 +37,9 @@ from polyhead import (
     explain,
 )
 from polyhead._torch import native
-from polyhead.kernels import Call, Kernel, candidate_kernels
+from polyhead.kernels import candidate_kernels
 from polyhead.neighbourhood import Sizes
+from polyhead.prepare import AttentionOptions, check_and_make_call
 
 HEADS, DIM = 3, 12
 
@@ -176,9 +178,10 @@ class Built:
             *self.tensors, over=self.over, score=self.score, position=self.position, kernel=kernel, **self.options
         )
 
-    def kernels(self) -> tuple[Kernel, ...]:
-        q, k, v = self.tensors
-        return candidate_kernels(Call(q, k, v, self.over, self.score))
+    def fast_kernels(self) -> list[str]:
+        options = AttentionOptions(self.over, self.score, self.position, **self.options)
+        call = check_and_make_call(*self.tensors, options)
+        return fast_kernels(candidate_kernels(call), call)
 
     def gradients(self, out: Tensor, towards: Tensor) -> tuple[Tensor, ...]:
         return torch.autograd.grad(out, self.learned, towards, allow_unused=True, materialize_grads=True)
@@ -187,22 +190,19 @@ class Built:
 @pytest.mark.parametrize("row", ROWS, ids=str)
 def test_kernels_equal_the_reference(row: Row):
     built = Built(row)
-    options = {name: value for name, value in built.options.items() if name != "seed"}
-    said = explain(*built.tensors, over=built.over, score=built.score, position=built.position, **options)
+    there = on_device(built)
+    options = {name: value for name, value in there.options.items() if name != "seed"}
+    said = explain(*there.tensors, over=there.over, score=there.score, position=there.position, **options)
     reference = built.attend("reference")
     assert reference.dtype == row.dtype
     towards = torch.randn_like(reference)
     expected = [reference, *built.gradients(reference, towards)]
-    for kernel in [k.name for k in built.kernels() if k.name not in {*said.refused, "reference"}]:
-        try:
-            out = built.attend(kernel)
-        except ValueError as error:
-            assert "refuses this call" in str(error)
-            continue
-        got = [out, *built.gradients(out, towards)]
+    for kernel in there.fast_kernels():
+        out = there.attend(kernel)
+        got = [out, *there.gradients(out, towards.to(out.device))]
         wrong = [i for i, (a, b) in enumerate(zip(got, expected, strict=True)) if differs(a, b, DTYPES[row.dtype])]
         assert not wrong, f"{kernel}: {wrong}"
-    assert torch.equal(built.attend(None), built.attend(said.kernel))
+    assert torch.equal(there.attend(None), there.attend(said.kernel))
 
 
 @pytest.mark.parametrize(

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from polyhead.device_check.operands import Operands
+from polyhead.device_check.operands import SEED, Operands
 from polyhead.neighbourhood import Causal, Dense, Mask, Neighbourhood, Padding, Segments, Window
 from polyhead.position import ALiBi, Position, RelativeBias, Rotary
 from polyhead.score import Dot
@@ -92,6 +92,11 @@ NEIGHBOURHOODS: dict[str, Callable[[Layout], Neighbourhood]] = {
     "mask-by-head": _mask_by_head,
     "causal-window-padding": lambda layout: Causal() & Window(7) & Padding(_lengths(layout), queries=True),
     "causal-segments": lambda layout: Causal() & Segments(_ids(layout), _own_ids(layout)),
+    "causal-or-prefix": lambda layout: Causal() | Padding(_lengths(layout), queries=False),
+    "not-window-or-segments-and-padding": lambda layout: (
+        (~Window(5) | Segments(torch.arange(layout.keys) % 3, torch.arange(layout.queries) % 3))
+        & Padding(_lengths(layout))
+    ),
     "mask-window": lambda layout: Mask(torch.rand(layout.queries, layout.keys) > 0.3) & Window(9),
 }
 
@@ -113,6 +118,18 @@ class Option:
     dropout: float = 0.0
     scale: float | None = None
 
+    def arguments(self, layout: Layout, dtype: torch.dtype) -> dict[str, object]:
+        """As `attend` takes them, with random numbers."""
+        learned = lambda *shape: torch.randn(*shape, dtype=dtype).requires_grad_()
+        given: dict[str, object] = {"dropout": self.dropout, "seed": SEED if self.dropout else None}
+        if self.sink:
+            given["sink"] = learned(layout.heads)
+        if self.bias:
+            given["bias"] = learned(layout.heads, 1, layout.keys)
+        if self.scale is not None:
+            given["score"] = Dot(self.scale)
+        return given
+
 
 OPTIONS = {
     "plain": Option(),
@@ -123,20 +140,13 @@ OPTIONS = {
 }
 
 
-def make_operands(
-    neighbourhood: str, position: str, option: Option, layout: Layout, dtype: torch.dtype = torch.float32
-) -> Operands:
+def make_operands(neighbourhood: str, variant: Variant) -> Operands:
     """The attention of a row of the table, on the CPU."""
-    q, k, v = layout.tensors(dtype)
-    encoding = POSITIONS[position](layout)
-    learned = lambda *shape: torch.randn(*shape, dtype=dtype).requires_grad_()
-    return Operands(
-        q, k, v, NEIGHBOURHOODS[neighbourhood](layout), Dot(option.scale),
-        None if encoding is None else encoding.to(dtype),
-        learned(layout.heads, 1, layout.keys) if option.bias else None,
-        learned(layout.heads) if option.sink else None,
-        option.dropout,
-    )  # fmt: skip
+    layout, position, option = variant
+    q, k, v = layout.tensors()
+    given: dict[str, Any] = {"score": Dot(), **option.arguments(layout, torch.float32)}
+    del given["seed"]
+    return Operands(q, k, v, over=NEIGHBOURHOODS[neighbourhood](layout), position=POSITIONS[position](layout), **given)
 
 
 class Variant(NamedTuple):
@@ -167,7 +177,7 @@ def device_rows(dtypes: list[torch.dtype]) -> Iterator[tuple[str, torch.dtype, C
     """The rows for a device with these dtypes: a name, a dtype, and the attention on the CPU."""
     for dtype in dtypes:
         for name in NEIGHBOURHOODS:
-            for title, (layout, position, option) in VARIANTS.items():
+            for title, variant in VARIANTS.items():
                 few = name in _FEW_NEIGHBOURHOODS and title in _FEW_VARIANTS
                 if dtype == torch.float32 or few:
-                    yield f"{name}: {title}", dtype, partial(make_operands, name, position, option, layout)
+                    yield f"{name}: {title}", dtype, partial(make_operands, name, variant)
