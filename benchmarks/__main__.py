@@ -28,6 +28,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     if "distributed" in arguments.names:
         return _run_distributed(parser, arguments)
+    if "devices" in arguments.names:
+        return _count_on_device(parser, arguments)
     if "roofline" in arguments.names:
         return _print_roofline(parser, arguments)
     try:
@@ -77,6 +79,20 @@ def _run_distributed(parser: argparse.ArgumentParser, arguments: argparse.Namesp
     names = [name for name in arguments.names if name != "distributed"]
     try:
         run_distributed(names, arguments.repeats, arguments.json)
+    except (CaseError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _count_on_device(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
+    """Print launches and waits on the simulated device, by themselves: it is registered for the whole process."""
+    from benchmarks.devices import print_counts
+
+    if arguments.json is not None or arguments.repeats is not None or arguments.device != "cpu":
+        parser.error("devices takes names of cases only: it counts on a simulated device, and measures no times")
+    try:
+        print_counts([name for name in arguments.names if name != "devices"])
     except (CaseError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -144,7 +160,7 @@ def _parser() -> argparse.ArgumentParser:
         nargs="*",
         metavar="NAME",
         help=f"a table ({known}), or a part of the names of cases; distributed, alone or with parts of names, runs ranks; "
-        "roofline, alone, prints bounds of times on GPUs",
+        "devices, likewise, counts launches and waits; roofline, alone, prints bounds of times on GPUs",
     )
     parser.add_argument(
         "--device", default="cpu", metavar="D", help="where cases run, such as cuda or cuda:1 (default: %(default)s)"

@@ -5,8 +5,8 @@ wait for the device. It is not a GPU: it shows neither times nor the results of 
 operators. An operator that CUDA runs as several kernels (a sort, say) counts as one launch.
 
 `install` registers it as torch's out-of-tree device (`PrivateUse1`), once and for the whole process. The tensors are ordinary
-`torch.Tensor`s, which torch dispatches as it does CUDA's: autograd runs its backward pass in a thread of the device, composite
-operators are decomposed, views share their memory. What is left arrives in `_run_on_host`, which counts it, refuses mixed
+`torch.Tensor`s, which torch dispatches as it does CUDA's: autograd records them, composite operators are decomposed, views share
+their memory. What is left arrives in `_run_on_host`, which counts it, refuses mixed
 devices as CUDA does, and computes it on the CPU. Polyhead's own operators run the function that is registered for CUDA.
 """
 
@@ -32,8 +32,6 @@ Operator = Any
 _DLPACK_CPU, _DLPACK_EXTENSION = 1, 12
 _CPU_KEYS = DispatchKeySet(DispatchKey.CPU)
 _CUDA_KEYS = DispatchKeySet(DispatchKey.CUDA)
-# What torch calls SDPBackend.OVERRIDEABLE: the fused attention of a device that is not part of torch.
-_OVERRIDEABLE, _MATH = 4, 0
 
 # Operators whose result the host needs, or whose size depends on values: CUDA waits in them.
 _WAITING = (
@@ -92,6 +90,17 @@ def count() -> Iterator[Counts]:
         _active.remove(counts)
 
 
+@contextmanager
+def uncounted() -> Iterator[None]:
+    """A context whose work is not counted."""
+    outer = _active[:]
+    _active.clear()
+    try:
+        yield
+    finally:
+        _active[:] = outer
+
+
 def count_as_one_launch(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """A function whose launches count as one: what a compiler makes one kernel of. Its waits still count."""
 
@@ -143,13 +152,16 @@ def install() -> torch.device:
         ("empty.memory_format", _empty),
         ("empty_strided", _empty_strided),
         ("_copy_from", _copy_from),
-        ("_fused_sdp_choice", _choose_fused_attention),
+        ("scaled_dot_product_attention", _attention),
         ("_scaled_dot_product_fused_attention_overrideable", _fused_attention),
         ("_scaled_dot_product_fused_attention_overrideable_backward", _fused_attention_backward),
     ):
         aten.impl(name, kernel, "PrivateUse1")
+    aten.impl("scaled_dot_product_attention", _attention, "AutogradPrivateUse1")
     # a library that is collected takes its kernels with it
     _kept.extend((everything, aten))
+    # a thread of the device that runs Python when the process ends would abort it
+    torch.autograd.set_multithreading_enabled(False)
     return torch.device(NAME, 0)
 
 
@@ -193,6 +205,7 @@ def _run_on_host(operator: Operator, *args: Any, **kwargs: Any) -> Any:
     """Any operator without a kernel of its own above."""
     if operator.namespace == "polyhead":
         return _run_for_cuda(operator, args, kwargs)
+    args = _wrap_numbers(operator, args)
     flat, spec = pytree.tree_flatten((args, kwargs))
     _refuse_mixed_devices(operator, flat, args)
     _record("launched", operator._schema.name)
@@ -209,6 +222,13 @@ def _run_on_host(operator: Operator, *args: Any, **kwargs: Any) -> Any:
                 x.set_(_on_device(host))
         by_host = {id(host): x for x, host in outputs}
         return pytree.tree_map_only(Tensor, lambda x: by_host[id(x)] if id(x) in by_host else _on_device(x), result)
+
+
+def _wrap_numbers(operator: Operator, args: Sequence[Any]) -> tuple[Any, ...]:
+    """Numbers as tensors where the operator takes tensors: torch hands its wrapped numbers over as numbers."""
+    arguments = zip(args, operator._schema.arguments, strict=False)
+    number = lambda x: isinstance(x, (bool, int, float, complex))
+    return tuple(torch.tensor(x) if number(x) and str(argument.type) == "Tensor" else x for x, argument in arguments)
 
 
 def _host_argument(x: Any, written: bool) -> Any:
@@ -293,12 +313,21 @@ def _copy_from(source: Tensor, target: Tensor, non_blocking: bool = False) -> Te
     return target
 
 
-def _choose_fused_attention(
+def _attention(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0, is_causal: bool = False,
     *, scale: float | None = None, enable_gqa: bool = False,
-) -> int:  # fmt: skip
-    """CUDA has a fused kernel for every dtype but fp64."""
-    return _MATH if query.dtype == torch.float64 else _OVERRIDEABLE
+) -> Tensor:  # fmt: skip
+    """`scaled_dot_product_attention`: CUDA has a fused kernel for every dtype but fp64."""
+    aten = torch.ops.aten
+    if query.dtype == torch.float64 or query.dim() != 4:
+        options = {"scale": scale, "enable_gqa": enable_gqa}
+        return aten._scaled_dot_product_attention_math(
+            query, key, value, attn_mask, dropout_p, is_causal, None, **options
+        )[0]
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        attn_mask = query.new_zeros(()).where(attn_mask, -torch.inf)
+    fused = aten._scaled_dot_product_fused_attention_overrideable
+    return fused(query, key, value, attn_mask, dropout_p, is_causal, scale=scale)[0]
 
 
 def _fused_attention(
@@ -306,6 +335,9 @@ def _fused_attention(
     return_debug_mask: bool = False, *, scale: float | None = None,
 ) -> tuple[Any, ...]:  # fmt: skip
     """One launch: the output and the log-sum-exp by torch's kernel for the CPU, and what torch wants besides."""
+    _refuse_mixed_devices(
+        _operator("_scaled_dot_product_fused_attention_overrideable"), [query, key, value, attn_bias], [query]
+    )
     _record("launched", "fused_attention")
     q, k, v = map(host_of, (query, key, value))
     heads = q.shape[1]

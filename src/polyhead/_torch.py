@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -27,14 +27,38 @@ def _import_native() -> tuple[Any, str | None]:
 native, native_missing_reason = _import_native()
 
 
+def can_keep_tensors(device: torch.device) -> bool:
+    """Whether a tensor made now is an ordinary one, which later calls may use: not traced, and not part of a CUDA graph."""
+    if is_tracing_or_dataless() or torch._C._len_torch_dispatch_stack():
+        return False
+    return device.type != "cuda" or not torch.cuda.is_current_stream_capturing()
+
+
 def under_transform() -> bool:
     """Whether torch.func (vmap, grad, jvp, …) or forward-mode differentiation is active, for which fused operators have no rules."""
     # by depth: under torch.compile, peeking at the interpreter stack always finds an interpreter
     return torch._C._functorch.get_dynamic_layer_stack_depth() > 0 or torch.autograd.forward_ad._current_level >= 0
 
 
+def are_values_readable(*tensors: Tensor) -> bool:
+    """Whether value checks may read these tensors.
+
+    Not under tracing or a transform, nor without data, nor on a device: the host would wait for all work that is queued there.
+    """
+    return all(x.is_cpu for x in tensors) and not is_tracing_or_dataless(*tensors)
+
+
+def assert_on_device(holds: Tensor, rule: str) -> None:
+    """Check a condition on a device without waiting for it: where it does not hold, a later call raises an error.
+
+    On a device for which torch has no such assertion, nothing is checked.
+    """
+    with suppress(NotImplementedError):
+        torch._assert_async(holds, rule)
+
+
 def is_tracing_or_dataless(*tensors: Tensor) -> bool:
-    """Whether values cannot be read, so that value checks are skipped: under tracing or a transform, or for tensors without data."""
+    """Whether values cannot be read at all: under tracing or a transform, or for tensors without data."""
     if torch.compiler.is_compiling() or under_transform():
         return True
     return any(is_fake_or_meta(x) for x in tensors)
@@ -89,9 +113,9 @@ def refuse_scripting(
 
 
 def can_branch_on_values(x: torch.Tensor) -> bool:
-    """Whether values can be read, and no tracer would record the result as a constant."""
+    """Whether values can be read without a wait of the host, and no tracer would record the result as a constant."""
     # first, since the compiler cannot trace the stack of modes
-    if torch.compiler.is_compiling() or not (type(x) is Tensor or type(x) is nn.Parameter) or x.is_meta:
+    if torch.compiler.is_compiling() or not (type(x) is Tensor or type(x) is nn.Parameter) or not x.is_cpu:
         return False
     return not (torch._C._len_torch_dispatch_stack() or torch._C._is_tracing() or under_transform())
 
@@ -102,7 +126,9 @@ def to_at_least_fp32(x: torch.Tensor) -> torch.Tensor:
 
 
 def widest_float(device: torch.device) -> torch.dtype:
-    """fp64, or fp32 on Apple's devices, which have no fp64."""
+    """fp64, or fp32 on a device without fp64: Apple's, and some of Intel's."""
+    if device.type == "xpu":
+        return torch.float64 if torch.xpu.get_device_properties(device).has_fp64 else torch.float32
     return torch.float32 if device.type == "mps" else torch.float64
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import nullcontext
 from typing import Protocol
 
 import torch
@@ -27,7 +27,14 @@ from polyhead._checks import (
     describe_type,
     short_repr,
 )
-from polyhead._torch import is_tracing_or_dataless, to_at_least_fp32
+from polyhead._rope_scaling import RopeScaling as RopeScaling
+from polyhead._torch import (
+    are_values_readable,
+    can_keep_tensors,
+    is_tracing_or_dataless,
+    to_at_least_fp32,
+    widest_float,
+)
 
 
 class GridLike(Protocol):
@@ -78,36 +85,9 @@ class Position(nn.Module):
         """Keep the parameters of these heads only."""
 
 
-@dataclass(frozen=True)
-class RopeScaling:
-    """Lower rotary frequencies, for sequences longer than the pretraining context length.
-
-    Args:
-        factor: what frequencies are divided by: all of them where `original_length` is None (Chen 2023, "linear").
-        original_length: the pretraining context length (Llama 3.1's `original_max_position_embeddings`). Frequencies with fewer
-            than `low` rotations over it are divided by `factor`, those with more than `high` stay, the others are blended.
-        low, high: numbers of rotations over `original_length`.
-    """
-
-    factor: float
-    original_length: int | None = None
-    low: float = 1.0
-    high: float = 4.0
-
-    def __post_init__(self) -> None:
-        for name in ("factor", "low", "high"):
-            check_number(f"RopeScaling: {name}", getattr(self, name), 0, math.inf, "()")
-        if self.original_length is not None:
-            check_integer("RopeScaling: original_length", self.original_length)
-            check_number("RopeScaling: low", self.low, 0, self.high, "()", hint="it must be less than high")
-
-    def __call__(self, frequency: Float[Tensor, " pairs"]) -> Float[Tensor, " pairs"]:
-        """Scale frequencies, in radians per position."""
-        if self.original_length is None:
-            return frequency / self.factor
-        rotations = self.original_length * frequency / (2 * math.pi)
-        unscaled = ((rotations - self.low) / (self.high - self.low)).clamp(0, 1)
-        return frequency * (unscaled + (1 - unscaled) / self.factor)
+_Tables = list[tuple[Tensor, Tensor]]
+# Coordinates of grids whose tables are kept: queries and keys may differ.
+_MAX_KEPT_TABLES = 2
 
 
 class Rotary(Position):
@@ -120,6 +100,8 @@ class Rotary(Position):
         scaling: lower frequencies, for long sequences.
         axes: the number of axes of a grid: the rotated features are split into one part per axis.
     """
+
+    _tables_of_points: tuple[tuple[Tensor, tuple[object, ...], _Tables], ...] = ()
 
     def __init__(
         self,
@@ -171,10 +153,11 @@ class Rotary(Position):
         return table[0][start:stop], table[1][start:stop]
 
     def _compute_cos_sin(self, at: Int[Tensor, " items"], dim: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        frequency = self.base ** (-torch.arange(0, dim, 2, dtype=torch.float64, device=like.device) / dim)
+        wide = widest_float(like.device)
+        frequency = self.base ** (-torch.arange(0, dim, 2, dtype=wide, device=like.device) / dim)
         if self.scaling is not None:
             frequency = self.scaling(frequency)
-        angle = at.to(torch.float64)[:, None] * frequency
+        angle = at.to(wide)[:, None] * frequency
         return angle.cos().to(like.dtype), angle.sin().to(like.dtype)
 
     def rotate(self, x: Tensor, start: int, points: Tensor | None = None) -> Tensor:
@@ -182,19 +165,31 @@ class Rotary(Position):
         if points is None:
             rotated = self._rotate(x[..., :dim], *self._cos_sin(start, start + x.shape[-2], dim, x))
         else:
-            parts = x[..., :dim].chunk(points.shape[-1], -1)
-            along_axes = [self._rotate_axis(part, at) for part, at in zip(parts, points.unbind(-1), strict=True)]
-            rotated = torch.cat(along_axes, -1)
+            parts, tables = x[..., :dim].chunk(points.shape[-1], -1), self._cos_sin_at(points, dim, x)
+            along_axes = [self._rotate(part, *table) for part, table in zip(parts, tables, strict=True)]
+            rotated = along_axes[0] if len(along_axes) == 1 else torch.cat(along_axes, -1)
         return rotated if self.dim is None else torch.cat((rotated, x[..., dim:]), -1)
 
-    def _rotate_axis(self, x: Float[Tensor, "... items part"], at: Int[Tensor, " items"]) -> Tensor:
-        """Rotate features by the coordinates along one axis of a grid."""
-        if is_tracing_or_dataless(at):
-            cos, sin = self._compute_cos_sin(at, x.shape[-1], x)
-        else:
-            # a table with one row per point of the axis: far fewer than items
-            cos, sin = (table[at] for table in self._cos_sin(0, int(at.max()) + 1 if at.numel() else 0, x.shape[-1], x))
-        return self._rotate(x, cos, sin)
+    def _cos_sin_at(self, points: Int[Tensor, "items axes"], dim: int, like: Tensor) -> _Tables:
+        """Cosine and sine (items, dim/2/axes) by the coordinates along each axis of a grid; those of the last grids are kept."""
+        key = (dim, like.dtype, self.base, self.scaling)
+        for kept, kept_key, tables in self._tables_of_points:
+            if kept is points and kept_key == key:
+                return tables
+        keep = can_keep_tensors(points.device) and not points.is_inference()
+        # tables that are created under inference_mode cannot be used in training
+        with torch.inference_mode(False) if keep else nullcontext():
+            tables = [self._cos_sin_along(at, dim // points.shape[-1], like) for at in points.unbind(-1)]
+        if keep:
+            self._tables_of_points = ((points, key, tables), *self._tables_of_points)[:_MAX_KEPT_TABLES]
+        return tables
+
+    def _cos_sin_along(self, at: Int[Tensor, " items"], dim: int, like: Tensor) -> tuple[Tensor, Tensor]:
+        if not are_values_readable(at):
+            return self._compute_cos_sin(at, dim, like)
+        # a table with one row per point of the axis: far fewer than items
+        cos, sin = self._cos_sin(0, int(at.max()) + 1 if at.numel() else 0, dim, like)
+        return cos[at], sin[at]
 
     def _rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         a, b = (x[..., 0::2], x[..., 1::2]) if self.interleaved else x.chunk(2, -1)
@@ -202,7 +197,7 @@ class Rotary(Position):
         return torch.stack((a, b), -1).flatten(-2) if self.interleaved else torch.cat((a, b), -1)
 
     def __getstate__(self) -> dict[str, object]:
-        return {**self.__dict__, "_table": None}
+        return {**self.__dict__, "_table": None, "_tables_of_points": ()}
 
     def extra_repr(self) -> str:
         scaling = "" if self.scaling is None else f", scaling={self.scaling}"

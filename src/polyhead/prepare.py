@@ -76,9 +76,10 @@ def check_and_make_call(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptio
         k = position.rotate(k, 0, key_points)
     if sink is not None and not isinstance(sink, Tensor):
         number = check_number("sink", sink, -math.inf, hint="a tensor has one per head")
-        sink = torch.full((q.shape[-3],), number, dtype=torch.float64, device=q.device)
+        sink = torch.full((q.shape[-3],), number, dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
     if seed is not None:
         seed = _check_seed(seed, q.device)
+    _check_devices(q.device, position, score, sink, seed)
     if type(over) is not Dense:
         over.check(Sizes(tuple(q.shape[:-3]), q.shape[-3], q.shape[-2], k.shape[-2]))
         over.check_device(q.device)
@@ -194,9 +195,35 @@ def _position_bias(
     return None, to_at_least_fp32(bias) + to_at_least_fp32(pairs)
 
 
+def _check_devices(
+    device: torch.device,
+    position: Position | None,
+    score: Score,
+    sink: Tensor | float | None,
+    seed: Tensor | int | None,
+) -> None:
+    """Raise where a tensor that goes with q is on another device."""
+    # a score without learned tensors is the common case
+    modules = {"position": position, "score": None if type(score) is Dot else score}
+    named: list[tuple[str, Tensor]] = [
+        (name, x) for name, module in modules.items() if module is not None for x in _tensors_of(module)
+    ]
+    named += [(name, x) for name, x in (("sink", sink), ("seed", seed)) if isinstance(x, Tensor)]
+    for name, x in named:
+        if x.device != device and device.type != "meta":
+            raise ValueError(f"{name} must be on {device}, as q is, got {x.device}; pass {name}.to({str(device)!r})")
+
+
+def _tensors_of(module: Position | Score) -> list[Tensor]:
+    learned = module.learned() if isinstance(module, Score) else ()
+    return [*module.parameters(), *module.buffers(), *learned]
+
+
 def _check_seed(seed: Tensor | int, device: torch.device) -> Int[Tensor, ""]:
     if not isinstance(seed, Tensor):
-        return torch.tensor(check_integer("seed", seed, -LARGEST_INT64 - 1, LARGEST_INT64), device=device)
+        # filled on the device: a copy from the host would wait
+        number = check_integer("seed", seed, -LARGEST_INT64 - 1, LARGEST_INT64)
+        return torch.full((), number, dtype=torch.long, device=device)
     check_dense_tensor("seed", seed, "of one integer")
     if seed.numel() != 1 or seed.dtype == torch.bool or seed.is_floating_point() or seed.is_complex():
         raise ValueError(f"seed must be an integer, or a tensor of one integer, got {describe_type(seed)}")

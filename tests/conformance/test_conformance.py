@@ -12,7 +12,7 @@ import polyhead
 import polyhead.numpy as definition
 from polyhead import attend, attention_weights, explain
 from polyhead._torch import native
-from polyhead.kernels import SEQUENCE_KERNELS, short, tiled
+from polyhead.kernels import SEQUENCE_KERNELS, short, tile_problem
 from polyhead.neighbourhood import Neighbourhood
 from polyhead.prepare import AttentionOptions, check_and_make_call
 
@@ -113,7 +113,7 @@ def test_kernels_equal_the_reference(row: Row, monkeypatch: pytest.MonkeyPatch):
     assert torch.equal(chosen, there.attend(said.kernel))
     if "tiled" in fast and row.neighbourhood in APART:
         # rows of the batch that differ get their own tiles, as large rows do
-        monkeypatch.setattr(tiled, "MIN_WORK_PER_ROW", 0)
+        monkeypatch.setattr(tile_problem, "MIN_WORK_PER_ROW", 0)
         out = there.attend("tiled")
         got = [out, *there.gradients(out, towards.to(out.device))]
         assert not any(differs(a, b, DTYPES[row.dtype]) for a, b in zip(got, expected, strict=True))

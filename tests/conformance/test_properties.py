@@ -26,7 +26,7 @@ from polyhead import (
     attend,
     explain,
 )
-from polyhead.kernels import tiled
+from polyhead.kernels import tile_problem
 from polyhead.kernels.tile_plan import plan_tiles
 from polyhead.neighbourhood import Neighbourhood, Sizes
 
@@ -93,7 +93,9 @@ def test_any_call_equals_the_reference(data: st.DataObject, size, heads):
         position = position.to(torch.float64)
     options = {"over": over, "position": position, "sink": sink, "dropout": dropout, "seed": 3}
     # the rows of a batch in one tile, or in their own tiles
-    with mock.patch.object(tiled, "MIN_WORK_PER_ROW", data.draw(st.sampled_from([0, tiled.MIN_WORK_PER_ROW]))):
+    with mock.patch.object(
+        tile_problem, "MIN_WORK_PER_ROW", data.draw(st.sampled_from([0, tile_problem.MIN_WORK_PER_ROW]))
+    ):
         _equal(q, k, v, options, data.draw(st.sampled_from([None, "tiled"])))
 
 

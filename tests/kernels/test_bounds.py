@@ -250,7 +250,7 @@ GRID = """
 
 TILED = """
     x, first = torch.randn(2, 4, 300, 8), torch.zeros(1, 300, dtype=torch.long)
-    good = dict(q=x, k=x, v=x, first=first, stop=first + 300, mask=None, table=None, bias=None, seed=None, query_index=None, key_index=None, scale=1.0, dropout=0.0, plain=False)
+    good = dict(q=x, k=x, v=x, first=first, stop=first + 300, mask=None, table=None, bias=None, seed=None, query_index=None, key_index=None, scale=1.0, dropout=0.0, plain=False, tiles=[])
     def forward(**changed):
         return torch.ops.polyhead.tiled(*{**good, **changed}.values())
     out, lse = forward()

@@ -10,7 +10,7 @@ share queries, and whoever computes them merges their outputs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -47,6 +47,30 @@ class Tile(NamedTuple):
     def rows(self) -> tuple[int, int, int, int]:
         """The rows of the batch and the queries."""
         return self[:4]
+
+
+# The shapes of tiles, by their numbers in a flat list.
+_SHAPES = ("full", "causal", "reversed", "ragged")
+
+
+def flatten_tiles(tiles: Sequence[Tile]) -> list[int]:
+    """Tiles as integers, which a torch operator takes."""
+    return [number for tile in tiles for number in (*tile[:6], _SHAPES.index(tile.shape))]
+
+
+def unflatten_tiles(numbers: Sequence[int]) -> list[Tile]:
+    """Tiles from the integers of `flatten_tiles`."""
+    if len(numbers) % 7 or any(number < 0 for number in numbers) or any(n >= len(_SHAPES) for n in numbers[6::7]):
+        raise ValueError(
+            f"tiles must be seven numbers per tile, as flatten_tiles lists them, got {len(numbers)} numbers"
+        )
+    each = [numbers[at : at + 7] for at in range(0, len(numbers), 7)]
+    return [Tile(b0, b1, q0, q1, k0, k1, _SHAPES[shape]) for b0, b1, q0, q1, k0, k1, shape in each]
+
+
+def tiles_of_all_keys(batch: int, queries: int, keys: int, block: int) -> list[Tile]:
+    """Blocks of queries against all keys, in any pattern."""
+    return [Tile(0, batch, q, min(q + block, queries), 0, keys, "ragged") for q in range(0, queries, block)]
 
 
 def plan_tiles(

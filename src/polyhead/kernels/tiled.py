@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from polyhead._torch import to_at_least_fp32
+from polyhead._torch import to_at_least_fp32, without_autocast
 from polyhead.kernels.call import (
     Call,
     OutputAndLse,
@@ -21,7 +21,6 @@ from polyhead.kernels.call import (
     flatten_batch,
     key_intervals,
 )
-from polyhead.kernels.dropout import head_numbers, keep_mask
 from polyhead.kernels.fused import (
     can_pad_widths,
     dot_product_refuses,
@@ -33,14 +32,12 @@ from polyhead.kernels.operand_checks import check_operand, check_qkv_shapes
 from polyhead.kernels.operator_registration import OperatorPass, register_attention_operator
 from polyhead.kernels.reference import attend_intervals
 from polyhead.kernels.tile_attention import backward_flash, backward_plain, forward_flash, forward_plain, merge_rows_
-from polyhead.kernels.tile_plan import Tile, plan_tiles
+from polyhead.kernels.tile_plan import Tile
+from polyhead.kernels.tile_problem import OperatorOptions, TiledProblem, tiles_without_reading
 from polyhead.linalg.foreach import all_finite
-from polyhead.neighbourhood import broadcasts_to
+from polyhead.neighbourhood import Dense, broadcasts_to
 from polyhead.neighbourhood.shapes import flatten_batch_unless_shared
 from polyhead.score import Dot
-
-# Below this many products per batch row, a call of the fused kernel costs more than the work.
-MIN_WORK_PER_ROW = 1 << 20
 
 
 class Tiled:
@@ -63,7 +60,9 @@ class Tiled:
         batch, sizes = call.sizes.batch, call.sizes
         device, width, dim = call.q.device, call.v.shape[-1], call.q.shape[-1]
         assert isinstance(call.score, Dot)
-        first, stop = key_intervals(call)
+        # a mask says all; on the CPU the intervals say which tiles to skip
+        bounded = call.q.is_cpu or call.over.exact
+        first, stop = key_intervals(call if bounded else call._replace(over=Dense()))
         mask = None if call.over.exact else flatten_batch_unless_shared(call.over.mask(sizes, device), batch, 3)
         table, bias = call.relative_bias, call.bias
         learned = any(x is not None and x.requires_grad for x in (table, bias)) and torch.is_grad_enabled()
@@ -78,137 +77,11 @@ class Tiled:
             q, k, v = match_widths_and_heads(q, k, v)
         q, k, v = flatten_batch(q), flatten_batch(k), flatten_batch(v)
         seed, indices = call.seed_and_heads, call.item_indices
-        return q, k, v, first, stop, mask, table, bias, seed, *indices, scale, call.dropout, plain
+        tiles = tiles_without_reading(call)
+        return q, k, v, first, stop, mask, table, bias, seed, *indices, scale, call.dropout, plain, tiles
 
 
-class _OperatorOptions(NamedTuple):
-    """The arguments of the operator after q, k and v, in the order of its schema."""
-
-    first: Tensor
-    stop: Tensor
-    mask: Tensor | None
-    table: Tensor | None
-    bias: Tensor | None
-    seed: Tensor | None
-    query_index: Tensor | None
-    key_index: Tensor | None
-    scale: float
-    dropout: float
-    plain: bool
-
-
-class _TiledProblem:
-    """The tiles of one operator call, and the tensors of each tile."""
-
-    def __init__(self, q: Tensor, keys: int, options: _OperatorOptions, *, leave_out_hidden: bool = False) -> None:
-        """With `leave_out_hidden`, tiles are computed in plain torch, and NaN in a forbidden pair goes nowhere."""
-        self.mask, self.table, self.bias = options.mask, options.table, options.bias
-        self.seed, self.scale, self.dropout = options.seed, options.scale, options.dropout
-        self.query_index, self.key_index = options.query_index, options.key_index
-        self.plain, self.leave_out_hidden = options.plain or leave_out_hidden, leave_out_hidden
-        self.queries, self.keys, self.heads = q.shape[-2], keys, q.shape[-3]
-        # bias and mask may exceed the range of bf16 or fp16
-        self.dtype = torch.promote_types(q.dtype, torch.float32)
-        self.device = q.device
-        self._last_band: tuple[tuple[int, bytes, bytes], Tensor] | None = None
-        self._last_added: tuple[Tensor, Tensor] | None = None
-        low, high = (bound.cpu().numpy().clip(0, keys) for bound in (options.first, options.stop))
-        small = q.shape[1] * q.shape[2] * keys * q.shape[3] < MIN_WORK_PER_ROW
-        # a tile with something added is kept small: what is added is as large as its pairs
-        nothing_added = self.mask is None and self.table is None and self.bias is None
-        self.tiles = plan_tiles(
-            low, high, q.shape[0], whole=not self.plain, together=small, split_keys=nothing_added and not self.plain
-        )
-        self._low, self._high = low, high
-
-    @property
-    def has_forbidden_pairs(self) -> bool:
-        """Whether a tile contains forbidden pairs."""
-        return self.mask is not None or any(tile.shape != "full" for tile in self.tiles)
-
-    def additive_mask(self, tile: Tile, hidden: Tensor | None) -> Tensor | None:
-        """The bias of a tile, -inf at hidden pairs; None if nothing is added."""
-        add = None
-        for part in (self._relative_bias_in_tile(tile), None if self.bias is None else _slice_to_tile(self.bias, tile)):
-            if part is not None:
-                add = part.to(self.dtype) if add is None else add + part.to(self.dtype)
-        if add is not None:
-            # a sum would be NaN where the bias of a hidden pair is
-            return add if hidden is None else torch.where(hidden, -torch.inf, add)
-        return None if hidden is None else self._mask_as_scores(hidden)
-
-    def _mask_as_scores(self, hidden: Tensor) -> Tensor:
-        if self._last_added is None or self._last_added[0] is not hidden:
-            added = torch.zeros(hidden.shape, dtype=self.dtype, device=self.device).masked_fill_(hidden, -torch.inf)
-            self._last_added = hidden, added
-        return self._last_added[1]
-
-    def forbidden_pairs(self, tile: Tile) -> Tensor | None:
-        """The forbidden pairs of a tile, (rows or 1, heads or 1, queries, keys); None if all are allowed.
-
-        torch's kernel masks a causal tile itself.
-        """
-        band = (
-            self._pairs_outside_intervals(tile)
-            if tile.shape == "ragged" or (self.plain and tile.shape == "causal")
-            else None
-        )
-        keep = None if self.mask is None else _slice_to_tile(self.mask, tile)
-        if keep is None or keep.all():
-            return band
-        return ~keep if band is None else band | ~keep
-
-    def _pairs_outside_intervals(self, tile: Tile) -> Tensor:
-        """The pairs outside the intervals, (rows or 1, 1, queries, keys); consecutive tiles of the same outline share it."""
-        rows = slice(0, 1) if len(self._low) == 1 else slice(tile.b0, tile.b1)
-        low = self._low[rows, tile.q0 : tile.q1] - tile.k0
-        high = self._high[rows, tile.q0 : tile.q1] - tile.k0
-        outline = (tile.k1 - tile.k0, low.tobytes(), high.tobytes())
-        if self._last_band is None or self._last_band[0] != outline:
-            key = torch.arange(tile.k1 - tile.k0, device=self.device)
-            begin, end = (torch.from_numpy(x.copy()).to(self.device)[:, None, :, None] for x in (low, high))
-            self._last_band = outline, (key < begin) | (key >= end)
-        return self._last_band[1]
-
-    def _relative_bias_indices(self, tile: Tile) -> Tensor:
-        """For each pair of a tile, the index of its distance in the table."""
-        query = torch.arange(tile.q0, tile.q1, device=self.device)[:, None] + (self.keys - self.queries)
-        return torch.arange(tile.k0, tile.k1, device=self.device) - query + (self.keys - 1)
-
-    def _relative_bias_in_tile(self, tile: Tile) -> Tensor | None:
-        if self.table is None:
-            return None
-        # row i of the tile is a slice of the table that begins one entry before the slice of row i - 1
-        left = tile.k0 - (tile.q1 - 1) + self.queries - 1
-        entries = self.table[:, left : left + (tile.q1 - tile.q0) + (tile.k1 - tile.k0) - 1]
-        return entries.unfold(-1, tile.k1 - tile.k0, 1).flip(-2)[None]
-
-    def dropout_keep_mask(self, tile: Tile) -> Tensor | None:
-        """The pairs of a tile that dropout keeps; None without dropout."""
-        if self.dropout == 0:
-            return None
-        assert self.seed is not None
-        head = head_numbers(self.seed, (tile.b1, self.heads), self.device)[tile.b0 :, :, None, None]
-        query = self._item_numbers(self.query_index, tile.q0, tile.q1)
-        return keep_mask(
-            self.seed, head, query[:, None], self._item_numbers(self.key_index, tile.k0, tile.k1), self.dropout
-        )
-
-    def _item_numbers(self, index: Tensor | None, begin: int, end: int) -> Tensor:
-        """The indices of some queries or keys in the whole attention."""
-        return torch.arange(begin, end, device=self.device) if index is None else index[begin:end]
-
-    def add_bias_gradients(self, tile: Tile, ds: Tensor, d_table: Tensor, d_bias: Tensor) -> None:
-        """Add the gradient of a tile's scores to the gradients of the table and of the bias."""
-        if d_table.numel():
-            at = self._relative_bias_indices(tile).flatten().expand(self.heads, -1)
-            d_table.scatter_add_(1, at, ds.sum(0).flatten(1).to(d_table.dtype))
-        if d_bias.numel():
-            into = _slice_to_tile(d_bias, tile)
-            into += ds.sum_to_size(into.shape).to(into.dtype)
-
-
-def _check_inputs(q: Tensor, k: Tensor, v: Tensor, options: _OperatorOptions) -> None:
+def _check_inputs(q: Tensor, k: Tensor, v: Tensor, options: OperatorOptions) -> None:
     """Raise unless all tiles lie within the tensors: torch's fused kernel does not check."""
     check_qkv_shapes(q, k, v)
     (batch, heads, queries, dim), keys = q.shape, k.shape[2]
@@ -228,15 +101,6 @@ def _check_inputs(q: Tensor, k: Tensor, v: Tensor, options: _OperatorOptions) ->
             raise ValueError(f"mask and bias must broadcast to {pairs}, got {tuple(added.shape)}")
 
 
-def _slice_to_tile(x: Tensor, tile: Tile) -> Tensor:
-    """The part of (rows or 1, heads or 1, queries or 1, keys or 1) that a tile covers."""
-    b, q, k = (tile.b0, tile.b1), (tile.q0, tile.q1), (tile.k0, tile.k1)
-    for axis, (begin, end) in ((0, b), (2, q), (3, k)):
-        if x.shape[axis] > 1:
-            x = x.narrow(axis, begin, end - begin)
-    return x
-
-
 def _tile_queries(x: Tensor, tile: Tile) -> Tensor:
     return x[tile.b0 : tile.b1, :, tile.q0 : tile.q1]
 
@@ -246,21 +110,21 @@ def _tile_keys(x: Tensor, tile: Tile) -> Tensor:
 
 
 def _tiled_forward(q: Tensor, k: Tensor, v: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
-    options = _OperatorOptions(*args)
+    options = OperatorOptions(*args)
     _check_inputs(q, k, v, options)
-    work = _TiledProblem(q, k.shape[-2], options)
+    work = TiledProblem(q, k.shape[-2], options)
     out, lse = _empty_outputs(q, v)
     _forward_tiles(work, q, k, v, out, lse)
-    if work.has_forbidden_pairs and not all_finite([out.transpose(1, 2)]):
+    if q.is_cpu and work.has_forbidden_pairs and not all_finite([out.transpose(1, 2)]):
         # zero times NaN is NaN: forbidden pairs must be left out explicitly
-        _forward_tiles(_TiledProblem(q, k.shape[-2], options, leave_out_hidden=True), q, k, v, out, lse)
+        _forward_tiles(TiledProblem(q, k.shape[-2], options, leave_out_hidden=True), q, k, v, out, lse)
     return out, lse
 
 
-def _forward_tiles(work: _TiledProblem, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> None:
+def _forward_tiles(work: TiledProblem, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> None:
     out.zero_()
     lse.fill_(-torch.inf)
-    with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
+    with torch.no_grad(), without_autocast(q.device):
         for tiles in _tiles_by_rows(work.tiles):
             rows, rows_lse = _tile_queries(out, tiles[0]), _tile_queries(lse, tiles[0])
             first_out, first_lse = _forward_tile(work, tiles[0], q, k, v)
@@ -279,7 +143,7 @@ def _tiles_by_rows(tiles: list[Tile]) -> Iterator[list[Tile]]:
     return (list(group) for _, group in groupby(tiles, key=lambda tile: tile.rows))
 
 
-def _forward_tile(work: _TiledProblem, tile: Tile, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def _forward_tile(work: TiledProblem, tile: Tile, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     parts = _tile_queries(q, tile), _tile_keys(k, tile), _tile_keys(v, tile)
     hidden = work.forbidden_pairs(tile)
     add = work.additive_mask(tile, hidden)
@@ -306,7 +170,7 @@ def _tiled_backward(
     d_out: Tensor, d_lse: Tensor | None, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, *args: Any
 ) -> tuple[Tensor, ...]:
     *given, _ = args
-    options = _OperatorOptions(*given)
+    options = OperatorOptions(*given)
     _check_inputs(q, k, v, options)
     batch, heads, queries, _ = q.shape
     check_operand("d_out", d_out, (batch, heads, queries, v.shape[3]), v)
@@ -317,17 +181,17 @@ def _tiled_backward(
     dq, dk, dv, d_table, d_bias = gradients = tuple(_empty_gradients(q, k, v, options, compute_dtype))
     # a row without keys has no gradient: with lse 0 its weights are exp(-inf) = 0, not exp(-inf + inf)
     inputs = with_unit_stride(d_out), d_lse, q, k, v, out, lse.masked_fill(lse == -torch.inf, 0.0)
-    work = _TiledProblem(q, k.shape[-2], options)
+    work = TiledProblem(q, k.shape[-2], options)
     _backward_tiles(work, inputs, gradients)
     # anything non-finite in a tile makes the gradients of some of its queries or keys non-finite
-    if work.has_forbidden_pairs and not all(all_finite([x.transpose(1, 2)]) for x in (dq, dk)):
-        _backward_tiles(_TiledProblem(q, k.shape[-2], options, leave_out_hidden=True), inputs, gradients)
+    if q.is_cpu and work.has_forbidden_pairs and not all(all_finite([x.transpose(1, 2)]) for x in (dq, dk)):
+        _backward_tiles(TiledProblem(q, k.shape[-2], options, leave_out_hidden=True), inputs, gradients)
     return dq, dk.to(k.dtype), dv.to(v.dtype), d_table, d_bias
 
 
-def _backward_tiles(work: _TiledProblem, inputs: tuple[Any, ...], gradients: tuple[Tensor, ...]) -> None:
+def _backward_tiles(work: TiledProblem, inputs: tuple[Any, ...], gradients: tuple[Tensor, ...]) -> None:
     dq, dk, dv, d_table, d_bias = (x.zero_() for x in gradients)
-    with torch.no_grad(), torch.autocast(dq.device.type, enabled=False):
+    with torch.no_grad(), without_autocast(dq.device):
         for tiles in _tiles_by_rows(work.tiles):
             rows = total = _tile_queries(dq, tiles[0])
             if len(tiles) > 1 and dq.dtype != work.dtype:
@@ -344,7 +208,7 @@ def _backward_tiles(work: _TiledProblem, inputs: tuple[Any, ...], gradients: tup
 
 
 def _backward_tile(
-    work: _TiledProblem, tile: Tile, inputs: tuple[Any, ...]
+    work: TiledProblem, tile: Tile, inputs: tuple[Any, ...]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """The gradients of q, k, v and, in plain torch, of the scores of a tile."""
     d_out, d_lse, q, k, v, out, lse = inputs
@@ -360,7 +224,7 @@ def _backward_tile(
 
 
 def _empty_gradients(
-    q: Tensor, k: Tensor, v: Tensor, options: _OperatorOptions, compute_dtype: torch.dtype | None
+    q: Tensor, k: Tensor, v: Tensor, options: OperatorOptions, compute_dtype: torch.dtype | None
 ) -> Iterator[Tensor]:
     """The gradients, uninitialised. Those of keys and values are summed over tiles, in dtype `compute_dtype` if given."""
     yield empty_item_major(q)
@@ -376,18 +240,18 @@ def _tiled_backward_fake(
     d_out: Tensor, d_lse: Tensor | None, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, *args: Any
 ) -> Any:
     *given, _ = args
-    return tuple(_empty_gradients(q, k, v, _OperatorOptions(*given), None))
+    return tuple(_empty_gradients(q, k, v, OperatorOptions(*given), None))
 
 
 def _attend_by_reference(*inputs: Any) -> OutputAndLse:
-    *rest, _ = inputs
+    *rest, _, _ = inputs
     return attend_intervals(*rest)
 
 
 register_attention_operator(
     "tiled",
     "Tensor q, Tensor k, Tensor v, Tensor first, Tensor stop, Tensor? mask, Tensor? table, Tensor? bias, Tensor? seed, "
-    "Tensor? query_index, Tensor? key_index, float scale, float dropout, bool plain",
+    "Tensor? query_index, Tensor? key_index, float scale, float dropout, bool plain, int[] tiles",
     learned=("q", "k", "v", "table", "bias"),
     forward=OperatorPass(_tiled_forward, _tiled_forward_fake),
     backward=OperatorPass(_tiled_backward, _tiled_backward_fake),

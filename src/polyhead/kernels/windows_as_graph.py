@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 
 import torch
@@ -42,8 +43,9 @@ class WindowsAsGraph:
 @lru_cache(maxsize=8)
 def _pairs_as_graph(grid: Grid, device: torch.device) -> Graph:
     """The pairs of a grid as a graph, sorted once for all layers and steps."""
+    # listed on the host: on a device the number of pairs would be waited for
+    pairs, prefix = grid.pairs(torch.device("cpu")), grid.prefix
+    sizes = math.prod(grid.sizes) + prefix, math.prod(grid.outputs) + prefix
     # tensors created in inference mode cannot be used in training
     with torch.inference_mode(False):
-        return Graph(
-            grid.pairs(device), (len(grid.lattice.key_coordinates(device)), len(grid.lattice.query_coordinates(device)))
-        )
+        return Graph(pairs, sizes).to(device)

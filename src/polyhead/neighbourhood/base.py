@@ -9,14 +9,17 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
-from polyhead._checks import check_dense_tensor, describe_type
+from polyhead._checks import check_dense_tensor, describe_type, short_repr
 from polyhead._foreign_arguments import hint_for_mask, hint_for_over
 from polyhead._torch import register_pytree_class
 from polyhead.neighbourhood import mask_mods, shapes
 from polyhead.neighbourhood.shapes import Band, KeyInterval, Sizes
 
 if TYPE_CHECKING:
+    from typing_extensions import Self
+
     from polyhead.neighbourhood.lattice import Lattice
 
 
@@ -85,8 +88,25 @@ class Neighbourhood(ABC):
     def check(self, sizes: Sizes) -> None:  # noqa: B027 - most neighbourhoods fit any size
         """Raise a `ValueError` where this neighbourhood does not fit the tensors."""
 
-    def check_device(self, device: torch.device) -> None:  # noqa: B027 - most neighbourhoods move their tensors
-        """Raise a `ValueError` where this neighbourhood must be on the queries' device and is not."""
+    def check_device(self, device: torch.device) -> None:
+        """Raise a `ValueError` where a tensor of this neighbourhood is not on the queries' device."""
+        self._check_on_device(device, self.leaves())
+
+    def _check_on_device(self, device: torch.device, tensors: tuple[Tensor, ...]) -> None:
+        for x in tensors:
+            if x.device != device and device.type != "meta":
+                raise ValueError(
+                    f"over must be on {device}, as q is, got {type(self).__name__} on {x.device}; pass over.to({str(device)!r})"
+                )
+
+    def to(self, device: torch.device | str) -> Self:
+        """The same neighbourhood on another device. Move it once, not in every call: a copy to a device may wait for it."""
+        try:
+            target = torch.device(device)
+        except (RuntimeError, TypeError):
+            raise ValueError(f"device must be a torch.device, or the name of one, got {short_repr(device)}") from None
+        moved: Self = pytree.tree_map_only(Tensor, lambda x: x.to(device=target), self)
+        return moved
 
     @property
     def edge_dim(self) -> int | None:

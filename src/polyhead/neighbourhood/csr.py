@@ -10,7 +10,7 @@ from jaxtyping import Int, Integer
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from polyhead._torch import native
+from polyhead._torch import assert_on_device, native
 
 
 class CSR(NamedTuple):
@@ -138,27 +138,32 @@ def _sort_edges(edge_index: Tensor, sources: int, destinations: int) -> tuple[Te
 def _sort_edges_by_argsort(edge_index: Tensor, sources: int, destinations: int) -> CSR:
     source, destination = edge_index
     invalid = (source < 0) | (source >= sources) | (destination < 0) | (destination >= destinations)
-    if bool(invalid.any()):
+    if not edge_index.is_cpu:
+        assert_on_device(~invalid.any(), _rule_for_nodes(sources, destinations))
+    elif bool(invalid.any()):
         raise _unknown_node_error(edge_index, int(invalid.nonzero()[0]), sources, destinations)
-    edge = destination.argsort(stable=True)
+    sorted_destination, edge = destination.sort(stable=True)
     source = source[edge]
-    slot = source.argsort(stable=True)
+    sorted_source, slot = source.sort(stable=True)
     arrays = (
-        build_indptr(destination, destinations), source, edge, build_indptr(source, sources), slot, destination[edge][slot]
+        build_indptr(sorted_destination, destinations), source, edge, build_indptr(sorted_source, sources), slot,
+        sorted_destination[slot],
     )  # fmt: skip
     return CSR(*(x.to(torch.int32) for x in arrays))
 
 
 def build_indptr(node: Tensor, nodes: int) -> Tensor:
-    """The start of each node's edges once they are sorted, and the end of the last."""
-    return torch.cat((node.new_zeros(1), node.bincount(minlength=nodes).cumsum(0)))
+    """The start of each node's edges, and the end of the last, for the sorted nodes of edges."""
+    return torch.searchsorted(node.contiguous(), torch.arange(nodes + 1, device=node.device, dtype=node.dtype))
+
+
+def _rule_for_nodes(sources: int, destinations: int) -> str:
+    if sources == destinations:
+        return f"edge_index must have nodes in [0, {sources})"
+    return f"edge_index must have sources in [0, {sources}) and destinations in [0, {destinations})"
 
 
 def _unknown_node_error(edge_index: Tensor, edge: int, sources: int, destinations: int) -> ValueError:
     a, b = edge_index[:, edge].tolist()
-    if sources == destinations:
-        rule = f"nodes in [0, {sources})"
-    else:
-        rule = f"sources in [0, {sources}) and destinations in [0, {destinations})"
     hint = "" if min(a, b) < 0 else "; pass num_nodes if there are more"
-    return ValueError(f"edge_index must have {rule}, got {a} -> {b} at edge {edge}{hint}")
+    return ValueError(f"{_rule_for_nodes(sources, destinations)}, got {a} -> {b} at edge {edge}{hint}")

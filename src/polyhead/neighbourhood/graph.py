@@ -8,12 +8,11 @@ from typing import Any, ClassVar, NoReturn
 import torch
 from jaxtyping import Bool, Float, Int, Integer
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from polyhead._checks import WrongType, as_tensor, short_repr
 from polyhead._foreign_arguments import GRAPH, PyGData, read_pyg_data, translate_foreign_arguments
 from polyhead._old_checkpoints import GRAPH_FIELDS
-from polyhead._torch import is_tracing_or_dataless, to_at_least_fp32
+from polyhead._torch import are_values_readable, assert_on_device, is_tracing_or_dataless, to_at_least_fp32
 from polyhead.neighbourhood.algebra import intersection_parts
 from polyhead.neighbourhood.base import Neighbourhood, as_neighbourhood
 from polyhead.neighbourhood.csr import CSR, build_csr, check_csr_dtypes_and_shapes, check_csr_values
@@ -134,10 +133,7 @@ class Graph(Neighbourhood):
         )
 
     def check_device(self, device: torch.device) -> None:
-        if self.csr.edge_id.device != device or any(x.device != device for x in self.leaves()):
-            raise ValueError(
-                f"Graph must be on {device}, as q is, got {self.csr.edge_id.device}; pass graph.to(q.device)"
-            )
+        self._check_on_device(device, (self.csr.edge_id, *self.leaves()))
 
     @property
     def edge_dim(self) -> int | None:
@@ -242,15 +238,6 @@ class Graph(Neighbourhood):
             )
         return filled.expand(self.destinations, features.shape[1])
 
-    def to(self, device: torch.device | str) -> Graph:
-        """The same graph on another device."""
-        try:
-            target = torch.device(device)
-        except (RuntimeError, TypeError):
-            raise ValueError(f"device must be a torch.device, or the name of one, got {short_repr(device)}") from None
-        moved: Graph = pytree.tree_map(lambda x: x.to(device=target), self)
-        return moved
-
     def reverse(self) -> Graph:
         """The graph with every edge reversed, in the same order."""
         reversed_ = Graph(self.edge_index.flip(0), (self.destinations, self.sources), self.features, self.weights)
@@ -272,10 +259,11 @@ class Graph(Neighbourhood):
         like = self.weights if self.weights is not None else torch.ones(self.num_edges, device=source.device)
         promoted = to_at_least_fp32(like)
         degree = promoted.new_zeros(self.sources).index_add(0, destination, promoted)
-        if not is_tracing_or_dataless(degree) and bool((degree < 0).any()):
-            raise ValueError(
-                f"gcn_normalise: degrees must be 0 or more, got {float(degree.min()):g}; check the weights"
-            )
+        rule = "gcn_normalise: degrees must be 0 or more"
+        if are_values_readable(degree) and bool((degree < 0).any()):
+            raise ValueError(f"{rule}, got {float(degree.min()):g}; check the weights")
+        if not is_tracing_or_dataless(degree) and not degree.is_cpu:
+            assert_on_device((degree >= 0).all(), rule)
         # the edges of a node of degree zero get weight zero and no gradient
         zero = degree == 0
         root = degree.masked_fill(zero, 1.0).pow(-0.5).masked_fill(zero, 0.0)
@@ -296,8 +284,8 @@ class Graph(Neighbourhood):
                 raise ValueError(f"Graph.batch: all graphs or none must have {name}, got some with and some without")
         pairs, sources, destinations = [], 0, 0
         for graph in graphs:
-            offset = torch.tensor([[sources], [destinations]], device=graph.csr.edge_id.device)
-            pairs.append(graph.edge_index + offset)
+            source, destination = graph.edge_index
+            pairs.append(torch.stack((source + sources, destination + destinations)))
             sources, destinations = sources + graph.sources, destinations + graph.destinations
         features = [graph.features for graph in graphs if graph.features is not None]
         weights = [graph.weights for graph in graphs if graph.weights is not None]

@@ -7,7 +7,7 @@ from jaxtyping import Float, Integer
 from torch import Tensor
 
 from polyhead._checks import LARGEST_INT32, LARGEST_INT64, as_tensor, check_integer, short_repr
-from polyhead._torch import is_tracing_or_dataless
+from polyhead._torch import are_values_readable, assert_on_device, is_tracing_or_dataless
 
 
 def check_edge_index(edge_index: object) -> Integer[Tensor, "2 edges"]:
@@ -69,8 +69,11 @@ def check_edge_weights(weights: Tensor, edges: int) -> Float[Tensor, " edges"]:
         raise ValueError(
             f"weights must be floating-point numbers (edges,) = ({edges},), got {weights.dtype} of shape {tuple(weights.shape)}"
         )
-    if not is_tracing_or_dataless(weights) and bool(weights.isnan().any()):
-        raise ValueError(f"weights must not contain NaN, got {int(weights.isnan().sum())} of {edges}")
+    rule = "weights must not contain NaN"
+    if are_values_readable(weights) and bool(weights.isnan().any()):
+        raise ValueError(f"{rule}, got {int(weights.isnan().sum())} of {edges}")
+    if not is_tracing_or_dataless(weights) and not weights.is_cpu:
+        assert_on_device(~weights.isnan().any(), rule)
     return weights
 
 

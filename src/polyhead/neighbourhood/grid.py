@@ -12,7 +12,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from polyhead._checks import LARGEST_INT32, as_tensor, check_integer, describe_type
-from polyhead._torch import is_tracing_or_dataless
+from polyhead._torch import are_values_readable, is_tracing_or_dataless
 from polyhead.neighbourhood.lattice import (
     LatticeNeighbourhood,
     format_sizes,
@@ -149,12 +149,15 @@ class Grid(LatticeNeighbourhood):
     def interval(self, queries: int, keys: int, device: torch.device) -> KeyInterval:
         if self.window is None or self.prefix:
             return super().interval(queries, keys, device)
-        middle = self.lattice.query_coordinates(device)
-        reach = torch.tensor([n * step for n, step in zip(self.reach, self.dilation, strict=True)], device=device)
-        last = torch.tensor(self.sizes, device=device) - 1
-        low, high = (middle - reach).clamp(min=0), torch.minimum(middle + reach, last)
-        first = ravel_index(torch.minimum(low, last), self.sizes)
-        return first, torch.where((low <= high).all(-1), ravel_index(high, self.sizes) + 1, first)
+        # axis by axis: a tensor of sizes would be copied to the device
+        middle = self.lattice.query_coordinates(device).unbind(-1)
+        reach = [n * step for n, step in zip(self.reach, self.dilation, strict=True)]
+        low = [(at - n).clamp(min=0) for at, n in zip(middle, reach, strict=True)]
+        high = [(at + n).clamp(max=size - 1) for at, n, size in zip(middle, reach, self.sizes, strict=True)]
+        inside = torch.stack([a <= b for a, b in zip(low, high, strict=True)]).all(0)
+        low = [at.clamp(max=size - 1) for at, size in zip(low, self.sizes, strict=True)]
+        first = ravel_index(torch.stack(low, -1), self.sizes)
+        return first, torch.where(inside, ravel_index(torch.stack(high, -1), self.sizes) + 1, first)
 
     @property
     def band(self) -> Band:
@@ -173,9 +176,10 @@ class Grid(LatticeNeighbourhood):
 
     def window_index(self, device: torch.device) -> Int[Tensor, "queries window"]:
         """The item indices of the points in each query's window, row by row; -1 beyond the border."""
-        at = self.lattice._replace(prefix=0).query_coordinates(device)[:, None] + self.offsets().to(device)
-        inside = ((at >= 0) & (at < torch.tensor(self.sizes, device=device))).all(-1)
-        return ravel_index(at, self.sizes).masked_fill(~inside, -1)
+        # listed on the host, and moved once
+        at = self.lattice._replace(prefix=0).query_coordinates(torch.device("cpu"))[:, None] + self.offsets()
+        inside = ((at >= 0) & (at < torch.tensor(self.sizes))).all(-1)
+        return ravel_index(at, self.sizes).masked_fill(~inside, -1).to(device)
 
     def pairs(self, device: torch.device) -> Int[Tensor, "2 pairs"]:
         """All allowed pairs: keys in the first row, queries in the second."""
@@ -319,8 +323,8 @@ def _check_offsets(offsets: Any, axes: int) -> Int[Tensor, "heads *several axes"
     if not integers or given.dim() not in (2, 3) or given.shape[-1] != axes or not given.numel():
         raise ValueError(f"Offsets: offsets must be a tensor {what}, got {describe_type(given)}")
     given = given.long()
-    hidden = is_tracing_or_dataless() or type(given) is not Tensor or given.is_meta
-    if not hidden and bool((given.clamp(-LARGEST_INT32, LARGEST_INT32) != given).any()):
+    readable = type(given) is Tensor and are_values_readable(given)
+    if readable and bool((given.clamp(-LARGEST_INT32, LARGEST_INT32) != given).any()):
         raise ValueError(
             f"Offsets: offsets must be in [{-LARGEST_INT32}, {LARGEST_INT32}], got {int(given.min())} to {int(given.max())}"
         )

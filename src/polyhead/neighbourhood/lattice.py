@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -11,6 +12,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from polyhead._checks import check_integer, check_integers, short_repr
+from polyhead._torch import can_keep_tensors
 from polyhead.neighbourhood.base import Neighbourhood
 from polyhead.neighbourhood.shapes import Sizes
 
@@ -35,16 +37,12 @@ class Lattice(NamedTuple):
         return self.sizes != self.outputs or max(self.stride) > 1
 
     def key_coordinates(self, device: torch.device) -> Int[Tensor, "keys axes"]:
-        """The coordinates of the keys; prefix tokens get those of the first point."""
-        return self._pad_prefix(unravel_index(torch.arange(math.prod(self.sizes), device=device), self.sizes))
+        """The coordinates of the keys; prefix tokens get those of the first point. They are kept: do not change them."""
+        return (_kept_coordinates if can_keep_tensors(device) else _coordinates)(self, device)[1]
 
     def query_coordinates(self, device: torch.device) -> Int[Tensor, "queries axes"]:
         """The coordinates of the queries among the keys; beyond the last key where there are more outputs."""
-        index = torch.arange(math.prod(self.outputs), device=device)
-        return self._pad_prefix(unravel_index(index, self.outputs) * torch.tensor(self.stride, device=device))
-
-    def _pad_prefix(self, points: Int[Tensor, "points axes"]) -> Int[Tensor, "items axes"]:
-        return torch.nn.functional.pad(points, (0, 0, self.prefix, 0)) if self.prefix else points
+        return (_kept_coordinates if can_keep_tensors(device) else _coordinates)(self, device)[0]
 
     def check(self, name: str, sizes: Sizes) -> None:
         """Raise unless there are as many keys and queries as points and prefix tokens."""
@@ -62,12 +60,36 @@ class Lattice(NamedTuple):
                 )
 
 
-def unravel_index(index: Int[Tensor, "*any"], sizes: tuple[int, ...]) -> Int[Tensor, "*any axes"]:
-    """Indices of items, row by row, as coordinates of points."""
+def _coordinates(
+    lattice: Lattice, device: torch.device
+) -> tuple[Int[Tensor, "queries axes"], Int[Tensor, "keys axes"]]:
+    """The coordinates of queries and keys; one tensor where these are the same items."""
+    ones = (1,) * len(lattice.sizes)
+
+    def points(sizes: tuple[int, ...], stride: tuple[int, ...]) -> Tensor:
+        at = unravel_index(torch.arange(math.prod(sizes), device=device), sizes, stride)
+        return torch.nn.functional.pad(at, (0, 0, lattice.prefix, 0)) if lattice.prefix else at
+
+    keys = points(lattice.sizes, ones)
+    return points(lattice.outputs, lattice.stride) if lattice.queries_differ_from_keys else keys, keys
+
+
+@lru_cache(maxsize=16)
+def _kept_coordinates(lattice: Lattice, device: torch.device) -> tuple[Tensor, Tensor]:
+    # a tensor made in inference mode could not be saved for a backward pass later
+    with torch.inference_mode(False):
+        return _coordinates(lattice, device)
+
+
+def unravel_index(
+    index: Int[Tensor, "*any"], sizes: tuple[int, ...], stride: tuple[int, ...] | None = None
+) -> Int[Tensor, "*any axes"]:
+    """Indices of items, row by row, as coordinates of points, which are `stride` apart along each axis."""
     axes = []
-    for size in reversed(sizes):
-        axes.append(index % max(size, 1))
-        index = index // max(size, 1)
+    for axis in reversed(range(len(sizes))):
+        size, step = max(sizes[axis], 1), 1 if stride is None else stride[axis]
+        axes.append(index % size if step == 1 else index % size * step)
+        index = index // size
     return torch.stack(axes[::-1], -1)
 
 

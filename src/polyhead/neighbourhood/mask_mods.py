@@ -14,6 +14,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
+from polyhead._torch import can_keep_tensors
 from polyhead.neighbourhood.shapes import flatten_batch_unless_shared
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -79,13 +80,6 @@ def device_numbers(numbers: tuple[int, ...], device: torch.device) -> Int[Tensor
             _numbers_by_device[at] = _fill(numbers, device)
     # a tensor object of its own: a compiler distinguishes calls whose arguments are one object
     return _numbers_by_device[at].detach()
-
-
-def can_keep_tensors(device: torch.device) -> bool:
-    """Whether a tensor made now is an ordinary one, which later calls may use: not traced, and not part of a CUDA graph."""
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
-        return False
-    return device.type != "cuda" or not torch.cuda.is_current_stream_capturing()
 
 
 def _fill(numbers: tuple[int, ...], device: torch.device) -> Tensor:

@@ -10,7 +10,7 @@ from jaxtyping import Bool, Int, Integer
 from torch import Tensor
 
 from polyhead._checks import LARGEST_INT32, LARGEST_INT64, as_tensor, check_integer, describe_type
-from polyhead._torch import is_tracing_or_dataless
+from polyhead._torch import are_values_readable, is_tracing_or_dataless
 from polyhead.neighbourhood.base import Neighbourhood
 from polyhead.neighbourhood.mask_mods import MaskMod, by_row, device_numbers, in_band
 from polyhead.neighbourhood.shapes import (
@@ -113,11 +113,11 @@ class Padding(Neighbourhood):
         if value.dtype == torch.bool:
             self.keys = value.shape[-1]
             self.first, self.stop = interval_around_true(value)
-            if is_tracing_or_dataless(value) or not torch.equal(value.sum(-1), self.stop - self.first):
+            if not are_values_readable(value) or not torch.equal(value.sum(-1), self.stop - self.first):
                 self.keep = value
         else:
             value = value.long()
-            if not is_tracing_or_dataless(value) and bool((value < 0).any()):
+            if are_values_readable(value) and bool((value < 0).any()):
                 raise ValueError(f"Padding: lengths must be 0 or more, got {int(value.min())}")
             self.first, self.stop = torch.zeros_like(value), value
         self.exact = self.keep is None
@@ -145,7 +145,7 @@ class Padding(Neighbourhood):
         check_broadcasts_to_batch("Padding", tuple(self.stop.shape), sizes)
         if self.keys is not None and self.keys != sizes.keys:
             raise ValueError(f"Padding: keep must cover {sizes.keys} keys, got {self.keys}")
-        if self.keys is None and not is_tracing_or_dataless(self.stop) and self.stop.numel():
+        if self.keys is None and are_values_readable(self.stop) and self.stop.numel():
             longest = int(self.stop.max())
             if longest > sizes.keys:
                 raise ValueError(f"Padding: lengths must be at most the number of keys, {sizes.keys}, got {longest}")
@@ -230,7 +230,7 @@ class Segments(Neighbourhood):
     ) -> None:
         self.ids = _check_segment_ids("ids", ids)
         self.query_ids = None if query_ids is None else _check_segment_ids("query_ids", query_ids)
-        self.exact = not is_tracing_or_dataless(self.ids) and _ids_are_contiguous(self.ids)
+        self.exact = are_values_readable(self.ids) and _ids_are_contiguous(self.ids)
         self.along_keys = query_ids is None
 
     def _restore(self, state: dict[str, Any]) -> None:

@@ -7,13 +7,14 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from polyhead._checks import check_dense_tensor
-from polyhead._torch import is_tracing_or_dataless
+from polyhead._torch import are_values_readable, widest_float
 
 
 def sinusoidal_positions(first: int, stop: int, features: int, like: Tensor) -> Float[Tensor, "positions features"]:
     """Sinusoidal positions of Vaswani 2017: sines and cosines of position / 10000^(2i / features), interleaved."""
-    frequency = 10_000.0 ** (-torch.arange(0, features, 2, dtype=torch.float64, device=like.device) / features)
-    angle = torch.arange(first, stop, dtype=torch.float64, device=like.device)[:, None] * frequency
+    wide, device = widest_float(like.device), like.device
+    frequency = 10_000.0 ** (-torch.arange(0, features, 2, dtype=wide, device=device) / features)
+    angle = torch.arange(first, stop, dtype=wide, device=device)[:, None] * frequency
     return torch.stack((angle.sin(), angle.cos()), -1).flatten(-2)[:, :features].to(like.dtype)
 
 
@@ -23,12 +24,12 @@ def uninitialised_embedding(count: int, features: int) -> nn.Embedding:
 
 
 def check_embedding_ids(name: str, ids: Tensor, count: int, of: str = "the vocabulary") -> None:
-    """Raise unless `ids` are row numbers of an embedding with `count` rows."""
+    """Raise unless `ids` are row numbers of an embedding with `count` rows; on a device the embedding itself checks the values."""
     if not check_dense_tensor(name, ids, "of ids (..., tokens)").dim():
         raise ValueError(f"{name} must be a tensor of ids (..., tokens), got shape ()")
     if ids.dtype not in (torch.int64, torch.int32):
         raise ValueError(f"{name} must be torch.int64 or torch.int32, got {ids.dtype}")
-    if is_tracing_or_dataless(ids) or not ids.numel():
+    if not are_values_readable(ids) or not ids.numel():
         return
     low, high = (int(bound) for bound in ids.aminmax())
     if low < 0 or high >= count:

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from polyhead._torch import is_tracing_or_dataless
+from polyhead._torch import are_values_readable
 from polyhead.neighbourhood import Neighbourhood
 
 # Unpadding copies rows: it pays where the share of padded rows times the number of features is at least this, and the input
@@ -53,7 +53,7 @@ def find_unpadding(over: Neighbourhood, x: Float[Tensor, "... items features"]) 
     if type(over).unpadded_queries is Neighbourhood.unpadded_queries:
         # most neighbourhoods have no padding
         return None
-    if is_tracing_or_dataless(x, *over.leaves()) or x.numel() < _MIN_UNPADDING_NUMEL:
+    if not are_values_readable(x, *over.leaves()) or x.numel() < _MIN_UNPADDING_NUMEL:
         return None
     real = over.unpadded_queries(x.shape[:-1])
     if real is None or not real.numel() or (1 - real.float().mean()) * x.shape[-1] < _MIN_UNPADDING_SAVING:

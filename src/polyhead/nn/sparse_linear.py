@@ -85,7 +85,7 @@ def _sparse_to_cached_csr(x: Float[Tensor, "items features"]) -> _SparseInput:
         entry_id = column.argsort(stable=True)
         items, features = x.shape
         pattern = _SparsityPattern(
-            build_indptr(row, items), column.contiguous(), build_indptr(column, features), row[entry_id].contiguous(), entry_id,
+            build_indptr(row, items), column.contiguous(), build_indptr(column[entry_id], features), row[entry_id].contiguous(), entry_id,
             (items, features),
         )  # fmt: skip
         # a copy: a view would keep x, the key, alive

@@ -135,6 +135,7 @@ LAUNCHES = {
     "full": (lambda x: torch.full((3,), 2.0, device=x.device), 1),
     "copy": (lambda x: x.T.contiguous(), 1),
     "two": (lambda x: (x + 1) * x, 2),
+    "attention": (lambda x: F.scaled_dot_product_attention(*(x[None, None],) * 3), 1),
     "assertion": (lambda x: torch._assert_async(x.any(), "some must be nonzero"), 2),
     "one fused kernel": (count_as_one_launch("fused", lambda x: (x + 1) * x), 1),
 }
