@@ -44,7 +44,7 @@ _METADATA_ONLY = (
     "set_.source_Tensor", "set_", "resize_",
 )  # fmt: skip
 # Operators with a kernel of their own on CUDA, which torch would otherwise decompose.
-_FUSED_ON_CUDA = ("native_layer_norm",)
+_FUSED_ON_CUDA = ("native_layer_norm", "_foreach_copy_", "_foreach_norm.Scalar")
 # Operators in which a single number of the CPU is refused too.
 _NOT_POINTWISE = ("index", "gather", "scatter", "embedding", "take", "mm", "bmm", "addmm", "baddbmm", "cat")
 
@@ -52,13 +52,15 @@ _NOT_POINTWISE = ("index", "gather", "scatter", "embedding", "take", "mm", "bmm"
 class Counts:
     """What the device was asked to do, by operator: kernels launched, waits of the host, copies from the host.
 
-    CUDA waits in a copy from the host too, unless it is pinned and not blocking.
+    CUDA waits in a copy from the host too, unless it is pinned and not blocking. A copy to the host that does not block is counted
+    as `downloaded`, and not as a wait: on CUDA the host's memory must be pinned for that.
     """
 
     def __init__(self) -> None:
         self.launched: Counter[str] = Counter()
         self.waited: Counter[str] = Counter()
         self.uploaded: Counter[str] = Counter()
+        self.downloaded: Counter[str] = Counter()
 
     @property
     def launches(self) -> int:
@@ -306,9 +308,10 @@ def _empty_strided(
 
 
 def _copy_from(source: Tensor, target: Tensor, non_blocking: bool = False) -> Tensor:
-    """Copies, between devices and on one: a copy to the host is a wait."""
+    """Copies, between devices and on one: a copy to the host is a wait if it blocks."""
     here, there = _is_simulated(source), _is_simulated(target)
-    _record("launched" if here and there else "waited" if here else "uploaded", "copy")
+    to_host = "downloaded" if non_blocking else "waited"
+    _record("launched" if here and there else to_host if here else "uploaded", "copy")
     host_of(target).copy_(host_of(source))
     return target
 

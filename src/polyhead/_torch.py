@@ -125,6 +125,11 @@ def to_at_least_fp32(x: torch.Tensor) -> torch.Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
+def move_to(x: Tensor, device: torch.device) -> Tensor:
+    """A tensor on a device. The host does not wait for copies to a device; it has to for those to its own memory."""
+    return x.to(device, non_blocking=device.type != "cpu")
+
+
 def widest_float(device: torch.device) -> torch.dtype:
     """fp64, or fp32 on a device without fp64: Apple's, and some of Intel's."""
     if device.type == "xpu":

@@ -17,14 +17,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from polyhead._checks import MAX_HEADS, check_dense_tensor, check_integer, check_integers, check_numel
+from polyhead.retractions import Matrices, cayley_retraction, nearest_point, polar_retraction
 
 ManifoldTensor = Float[Tensor, "..."]
-Matrices = Float[Tensor, "matrices n k"]
 
-# Above this norm of the Gram matrix, a step is many times larger than the manifold, and Newton's iteration converges slowly.
-_LONG_STEP_NORM = 1e3
-# Above this norm, the rounding of the Gram matrix shows in the result.
-_ROUNDING_NORM = 1.05
 _NOT_FINITE_REASON = "it must be finite, got NaN or inf"
 
 
@@ -128,7 +124,8 @@ class Stiefel(Manifold):
         metric: the squared norm of a tangent vector Δ. `"euclidean"`: tr ΔᵀΔ. `"canonical"`: tr Δᵀ(I − ½XXᵀ)Δ, where rotations
             of the basis within its subspace count half.
         retraction: how a step along Δ returns to the manifold. `"polar"`: to the nearest point to X + Δ, by matrix products
-            only. `"cayley"`: along a curve of rotations, by solving 2k × 2k equations.
+            only; on a device other than the CPU, a step of norm above 32 is shortened to it. `"cayley"`: along a curve of
+            rotations, by solving 2k × 2k equations.
         heads: for the weight (heads · k, n) of an `nn.Linear` with this many heads: the k rows of each head are the columns of
             one matrix. None: the last two axes are n and k.
     """
@@ -154,7 +151,7 @@ class Stiefel(Manifold):
 
     def project(self, x: ManifoldTensor) -> ManifoldTensor:
         """The nearest matrix with orthonormal columns: UVᵀ of the singular value decomposition."""
-        return self._matrices_to_points(_newton_schulz_step(_nearest_by_svd(self.matrices(x))), x)
+        return self._matrices_to_points(nearest_point(self.matrices(x)), x)
 
     def tangent(self, x: ManifoldTensor, u: ManifoldTensor) -> ManifoldTensor:
         """Δ = U − X sym(XᵀU): then XᵀΔ is skew-symmetric."""
@@ -179,9 +176,8 @@ class Stiefel(Manifold):
 
     def retract(self, x: ManifoldTensor, u: ManifoldTensor) -> ManifoldTensor:
         a, b = self._matrix_pair(x, "u", u)
-        return self._matrices_to_points(
-            _polar_factor(a + b) if self.retraction == "polar" else _cayley_retraction(a, b), x
-        )
+        retract = polar_retraction if self.retraction == "polar" else cayley_retraction
+        return self._matrices_to_points(retract(a, b), x)
 
     def transport(self, x: ManifoldTensor, y: ManifoldTensor, u: ManifoldTensor) -> ManifoldTensor:
         """The orthogonal projection of u to the tangent space at y."""
@@ -300,61 +296,3 @@ def _project_to_tangent_space(x: Matrices, u: Matrices) -> Matrices:
 
 def _canonical_gradient(x: Matrices, g: Matrices) -> Matrices:
     return torch.baddbmm(g, x, torch.bmm(g.mT, x), alpha=-1)
-
-
-def _nearest_by_svd(x: Matrices) -> Matrices:
-    left, _, right = torch.linalg.svd(x, full_matrices=False)
-    return left @ right
-
-
-def _polar_factor(y: Matrices) -> Matrices:
-    """Y(YᵀY)^(−½), the nearest point to Y, by products only: Newton's iteration for the inverse root of the k × k matrix.
-
-    Y is a point plus a tangent step, so the spectrum of YᵀY = I + ΔᵀΔ lies between 1 and its largest row sum.
-    """
-    gram = torch.bmm(y.mT, y)
-    if not gram.numel():
-        return y
-    bound = float(gram.detach().abs().sum(-1).amax())
-    if not bound < _LONG_STEP_NORM:
-        return _newton_schulz_step(_nearest_by_svd(y))
-    # scaled so that the spectrum is centred on 1
-    scale = 2 / (1 + bound) if bound > 1 else 1.0
-    error = abs(1 - scale)
-    eye = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
-    square, root = gram * scale, None
-    while True:
-        # a bound on the error after this iteration, from the one before it
-        error = 0.75 * error**2 + 0.25 * error**3
-        step = torch.add(1.5 * eye, square if root is None else torch.bmm(root, square), alpha=-0.5)
-        root = step if root is None else torch.bmm(step, root)
-        if error < torch.finfo(gram.dtype).eps / 4:
-            break
-        square = torch.bmm(square, step)
-    out = torch.bmm(y, root.mul_(math.sqrt(scale)))
-    return _newton_schulz_step(out) if bound > _ROUNDING_NORM else out
-
-
-def _newton_schulz_step(y: Matrices) -> Matrices:
-    """One step of Newton's iteration towards the nearest point, which removes rounding errors of Y."""
-    return torch.baddbmm(y, y, torch.bmm(y.mT, y), beta=1.5, alpha=-0.5)
-
-
-def _cayley_retraction(x: Matrices, u: Matrices) -> Matrices:
-    """(I − ½W)⁻¹(I + ½W)X with the skew-symmetric W = PΔXᵀ − XΔᵀP, P = I − ½XXᵀ.
-
-    W = ABᵀ with A = [PΔ, X] and B = [X, −PΔ] has rank 2k, so Woodbury's identity reduces it to 2k × 2k equations.
-    """
-    if not u.numel():
-        return x
-    longest = u.abs().amax((-2, -1), keepdim=True)
-    if x.dtype != torch.float64 and not float(longest.detach().amax()) <= 1:
-        # the equations of long steps are ill-conditioned
-        return _cayley_retraction(x.double(), u.double()).to(x.dtype)
-    # beyond this length the curve hardly moves
-    u = u * (_LONG_STEP_NORM / longest).clamp(max=1)
-    half = torch.baddbmm(u, x, torch.bmm(x.mT, u), alpha=-0.5)
-    a, b = torch.cat((half, x), -1), torch.cat((x, -half), -1)
-    small = torch.eye(a.shape[-1], dtype=x.dtype, device=x.device) - 0.5 * torch.bmm(b.mT, a)
-    # rounding errors would add up over steps
-    return _newton_schulz_step(torch.baddbmm(x, a, torch.linalg.solve(small, torch.bmm(b.mT, x))))

@@ -10,6 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from polyhead._checks import LARGEST_INT32, WrongType, check_integer, is_integer, short_repr
+from polyhead._torch import move_to
 from polyhead.kernels.reference import select_unless_broadcast
 from polyhead.metrics import blockwise, edges, streaming
 from polyhead.metrics.attention_parts import DensePart, EdgePart, Part
@@ -37,9 +38,9 @@ def mass_request(on: KeysToSum, part: Part) -> MetricRequest:
     queries, keys, device = part.num_queries, part.num_keys, part.call.q.device
     if isinstance(on, Tensor):
         if on.dtype == torch.bool and on.dim() and on.shape[-1] == keys:
-            return MetricRequest("mass_on_keys", (on.to(device, non_blocking=True),))
+            return MetricRequest("mass_on_keys", (move_to(on, device),))
         if on.dtype in (torch.int64, torch.int32) and on.dim() and on.shape[-1] == queries:
-            return MetricRequest("mass_at_key", (on.to(device, non_blocking=True).long(),))
+            return MetricRequest("mass_at_key", (move_to(on, device).long(),))
         raise ValueError(
             f"on must be a bool tensor (..., {keys}), one value per key, or an integer tensor (..., {queries}), one key per "
             f"query, got {on.dtype} of shape {tuple(on.shape)}"

@@ -11,7 +11,7 @@ from torch import Tensor
 from polyhead._checks import check_number, short_repr
 from polyhead.linalg.stiefel import StepRule
 from polyhead.manifold import Manifold
-from polyhead.optim.base import Optimizer, ParamGroup
+from polyhead.optim.base import Optimizer, ParamGroup, number
 from polyhead.optim.sharded_tensors import zeros_with_axes_of_one
 
 
@@ -74,8 +74,8 @@ class Adam(Optimizer):
         shape = group["manifold"].inner(like, like, like, keepdim=True).shape
         return {"exp_avg": zeros, "exp_avg_sq": zeros_with_axes_of_one(p, shape)}
 
-    def move(self, group: ParamGroup, x: Tensor, g: Tensor, steps: int, state: dict[str, Tensor]) -> Tensor:
-        manifold, lr, decay = group["manifold"], float(group["lr"]), group["weight_decay"]
+    def move(self, group: ParamGroup, x: Tensor, g: Tensor, steps: int | Tensor, state: dict[str, Tensor]) -> Tensor:
+        manifold, lr, decay = group["manifold"], number(group["lr"]), group["weight_decay"]
         beta1, beta2 = group["betas"]
         first, second = state["exp_avg"], state["exp_avg_sq"]
         if decay and not manifold.constant_norm:
@@ -92,8 +92,9 @@ class Adam(Optimizer):
             # the mean over the entries of a matrix, so that lr has the same meaning as elementwise
             matrices = manifold.inner(x, g, g).numel()
             second.mul_(beta2).add_(square, alpha=(1 - beta2) * matrices / max(1, g.numel()))
-        size = second.sqrt().div_(math.sqrt(1 - beta2**steps)).add_(group["eps"])
-        step = torch.div(first, size).mul_(-lr / (1 - beta1**steps))
+        bias1, bias2 = (_remaining_share(beta, steps) for beta in (beta1, beta2))
+        size = second.sqrt().div_(bias2**0.5).add_(group["eps"])
+        step = torch.div(first, size).mul_(-lr / bias1)
         # moments of earlier steps are transported to x: the projection removes their normal component
         return manifold.retract(x, manifold.tangent(x, step))
 
@@ -103,6 +104,14 @@ class Adam(Optimizer):
             scale=-float(group["lr"]) / (1 - beta1**steps), momentum=beta1, gradient_factor=1 - beta1, second=group["second_moment"],
             beta2=beta2, root_factor=1 / math.sqrt(1 - beta2**steps), eps=float(group["eps"]), tangent=True,
         )  # fmt: skip
+
+
+def _remaining_share(beta: float, steps: int | Tensor) -> Any:
+    """1 − βᵗ: the share that a running mean of t numbers has by now."""
+    if isinstance(steps, int):
+        return 1 - beta**steps
+    # exact to rounding for β near 1 too
+    return -torch.expm1(steps * (math.log(beta) if beta else -math.inf))
 
 
 class AdamW(Adam):

@@ -12,10 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from polyhead._checks import WrongType, check_number, describe_type, short_repr
+from polyhead._torch import move_to
 from polyhead.linalg import stiefel
 from polyhead.linalg.foreach import all_finite, increment_counters
 from polyhead.manifold import Euclidean, Manifold
 from polyhead.optim.checks import check_option_names, check_saved_state, drop_none_values
+from polyhead.optim.device_failures import DeviceFailures
+from polyhead.optim.device_steps import check_gradients, counter_device, is_stepped_on_device, step_on_device
 from polyhead.optim.groups import find_declared_manifolds, groups
 from polyhead.optim.sharded_tensors import (
     Part,
@@ -37,7 +40,8 @@ class Optimizer(torch.optim.Optimizer, abc.ABC):
     """A torch optimizer whose groups may have a `manifold`, such as `{"params": [w], "manifold": Stiefel()}`.
 
     All parameters of one shape are updated together. `step` raises an error and changes nothing where a gradient is not finite
-    or a parameter is not on its manifold.
+    or a parameter is not on its manifold. Where parameters are on a device other than the CPU, the host does not wait for it: the
+    device itself leaves parameters unchanged where a gradient is not finite, and a later `step` or `state_dict` raises the error.
     """
 
     state_names: tuple[str, ...]
@@ -46,14 +50,18 @@ class Optimizer(torch.optim.Optimizer, abc.ABC):
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
         # the version of each parameter when it was last found to be on its manifold
         self._checked: dict[Tensor, tuple[int, Manifold]] = {}
+        self._failures = DeviceFailures()
         self._sets_manifold = defaults["manifold"] is not None
         if not self._sets_manifold:
             defaults["manifold"] = Euclidean()
         super().__init__(_as_param_groups(params), defaults)
 
     @abc.abstractmethod
-    def move(self, group: ParamGroup, x: Tensor, g: Tensor, steps: int, state: dict[str, Tensor]) -> Tensor:
-        """The points that x moves to in step number `steps`, given the gradients g; updates `state` in place."""
+    def move(self, group: ParamGroup, x: Tensor, g: Tensor, steps: int | Tensor, state: dict[str, Tensor]) -> Tensor:
+        """The points that x moves to in step number `steps`, given the gradients g; updates `state` in place.
+
+        On a device `steps` is a tensor that broadcasts with x: parameters may have made different numbers of steps.
+        """
 
     @abc.abstractmethod
     def step_rule(self, group: ParamGroup, steps: int) -> stiefel.StepRule:
@@ -96,25 +104,31 @@ class Optimizer(torch.optim.Optimizer, abc.ABC):
         """Update every parameter that has a gradient. A closure is called first, and its loss is returned.
 
         Raises:
-            ValueError: where a gradient is not finite or a parameter is not on its manifold. No parameter has changed then.
+            ValueError: where a gradient is not finite or a parameter is not on its manifold. No parameter has changed then. On a
+                device other than the CPU, the error of a gradient is that of an earlier step, which changed no parameter either.
         """
+        self._failures.raise_arrived()
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         updates = [(group, [p for p in group["params"] if p.grad is not None]) for group in self.param_groups]
         self._check_params(updates, gradients=True)
+        usable = check_gradients(
+            [p for _, params in updates for p in params], self._failures, self._bad_gradient_message
+        )
         failures: list[ValueError] = []
         for group, params in updates:
             for bucket in self._bucket_params(group, params):
                 try:
-                    self._step_bucket(group, *bucket)
+                    self._step_bucket(group, *bucket, usable)
                 except ValueError as failure:
                     if not any(map(is_sharded, params)):
                         raise
                     # other processes may wait for this one: the rest of the step is computed first
                     failures.append(failure)
             self._checked.update((p, (own_part(p)._version, group["manifold"])) for p in params)
+        self._failures.send()
         on_manifolds = [p for group, params in updates if group["manifold"] != Euclidean() for p in params]
         (failed,) = any_process([bool(failures)], on_manifolds)
         if failed:
@@ -122,9 +136,12 @@ class Optimizer(torch.optim.Optimizer, abc.ABC):
         return loss
 
     def _step_bucket(
-        self, group: ParamGroup, part: Part, params: list[Tensor], states: list[dict[str, Tensor]]
-    ) -> None:
+        self, group: ParamGroup, part: Part, params: list[Tensor], states: list[dict[str, Tensor]],
+        usable: dict[torch.device, Tensor],
+    ) -> None:  # fmt: skip
         """One step of parameters of one bucket, by this process's parts of them, or of the whole where matrices are cut."""
+        if is_stepped_on_device(params[0]):
+            return self._step_on_device(group, params, states, usable[params[0].device])
         steps, names = int(states[0]["step"]) + 1, self.used_state_names(group)
         # the parameters, their gradients, and their state tensors
         stored = [params, [gradient_like(p) for p in params], *([state[name] for state in states] for name in names)]
@@ -135,6 +152,7 @@ class Optimizer(torch.optim.Optimizer, abc.ABC):
                 for full, x in zip(written, into, strict=True):
                     write_whole(full, x)
         increment_counters([state["step"] for state in states])
+        return None
 
     def _step_columns(
         self, group: ParamGroup, names: Sequence[str], columns: Sequence[list[Tensor]], steps: int
@@ -164,14 +182,32 @@ class Optimizer(torch.optim.Optimizer, abc.ABC):
         except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
             y = torch.full_like(x, torch.nan)
         if not euclidean and not all_finite([y]):
-            raise ValueError(
-                f"a step on {group['manifold']!r} must end in finite numbers, got NaN or inf for parameters of shape "
-                f"{tuple(x.shape[1:])}, which are unchanged; check the range of lr, eps and the gradients"
-            )
+            raise ValueError(self._bad_step_message(group, x.shape[1:]))
         _unstack_into(y, columns[0])
         for moment, column in zip(moments, columns[2:], strict=True):
             if moment.data_ptr() != column[0].data_ptr():
                 _unstack_into(moment, column)
+
+    def _bad_step_message(self, group: ParamGroup, shape: torch.Size) -> str:
+        return (
+            f"a step on {group['manifold']!r} must end in finite numbers, got NaN or inf for parameters of shape "
+            f"{tuple(shape)}, which are unchanged; check the range of lr, eps and the gradients"
+        )
+
+    def _step_on_device(
+        self, group: ParamGroup, params: list[Tensor], states: list[dict[str, Tensor]], usable: Tensor
+    ) -> None:
+        """One step of parameters of one bucket on a device, which changes nothing unless the device finds that it is `usable`."""
+        names = self.used_state_names(group)
+
+        def move(x: Tensor, g: Tensor, steps: Tensor, moments: list[Tensor]) -> Tensor:
+            return self.move(group, x, -g if group["maximize"] else g, steps, dict(zip(names, moments, strict=True)))
+
+        columns = [params, *([state[name] for state in states] for name in names)]
+        may_fail = group["manifold"] != Euclidean()
+        failed = step_on_device(move, columns, [state["step"] for state in states], usable, may_fail=may_fail)
+        if may_fail:
+            self._failures.add(failed, lambda _: self._bad_step_message(group, params[0].shape))
 
     def _bucket_params(
         self, group: ParamGroup, params: Sequence[Tensor]
@@ -183,11 +219,15 @@ class Optimizer(torch.optim.Optimizer, abc.ABC):
             state = self.state[p]
             if "step" not in state:
                 # torch's SGD does not count steps; it has a momentum after the first
-                state["step"] = torch.full((), float(bool(state)))
+                state["step"] = torch.full((), float(bool(state)), device=counter_device(p))
+            elif state["step"].device != counter_device(p):
+                state["step"] = move_to(state["step"].float(), counter_device(p))
             if not names <= state.keys():
                 state.update({**self.init_state(group, p), **state})
             part, own = find_part(p, group["manifold"]), own_part(p)
-            alike = part, p.shape if part.is_cut else own.shape, own.stride(), p.dtype, p.device, state["step"].item()
+            # a number of steps that lies on a device is not read
+            steps = None if is_stepped_on_device(p) else state["step"].item()
+            alike = part, p.shape if part.is_cut else own.shape, own.stride(), p.dtype, p.device, steps
             bucket = buckets.setdefault(alike, (part, [], []))
             bucket[1].append(p)
             bucket[2].append(state)
@@ -232,14 +272,18 @@ class Optimizer(torch.optim.Optimizer, abc.ABC):
             if p.grad.is_sparse or p.is_complex():
                 what = f"a {p.grad.layout} gradient of {p.dtype}"
                 return f"{self._param_name(p)}: the gradient must be dense and the parameter real, got {what}"
+        params = [p for p in params if not is_stepped_on_device(p)]
         gradients = [own_part(gradient_like(p)) for p in params]
         for p, g in () if all_finite(gradients) else zip(params, gradients, strict=True):
             if not g.isfinite().all():
-                return (
-                    f"{self._param_name(p)}: the gradient must be finite, got NaN or inf; no parameter was changed. "
-                    "torch.autograd.set_detect_anomaly(True) finds the operation that produced them"
-                )
+                return self._bad_gradient_message(p)
         return None
+
+    def _bad_gradient_message(self, p: Tensor) -> str:
+        return (
+            f"{self._param_name(p)}: the gradient must be finite, got NaN or inf; no parameter was changed. "
+            "torch.autograd.set_detect_anomaly(True) finds the operation that produced them"
+        )
 
     def _find_off_manifold(self, p: Tensor, x: Tensor, manifold: Manifold) -> str | None:
         """The error message for a parameter whose part `x` is not on the part's manifold."""
@@ -282,6 +326,7 @@ class Optimizer(torch.optim.Optimizer, abc.ABC):
 
     def state_dict(self) -> dict[str, Any]:
         """torch's state_dict with each manifold as its repr, so that it can be saved and loaded without pickle."""
+        self._failures.raise_arrived(wait=True)
         saved: dict[str, Any] = super().state_dict()
         for group in saved["param_groups"]:
             group["manifold"] = repr(group["manifold"])
@@ -310,7 +355,13 @@ class Optimizer(torch.optim.Optimizer, abc.ABC):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._checked = {}
+        self._failures = DeviceFailures()
         self._sets_manifold = self.defaults["manifold"] != Euclidean()
+
+
+def number(option: Any) -> Any:
+    """An option as a float; a tensor on a device stays one, since reading it would make the host wait."""
+    return option if isinstance(option, Tensor) and option.device.type != "cpu" else float(option)
 
 
 def _as_param_groups(params: Any) -> list[Any]:

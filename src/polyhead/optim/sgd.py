@@ -11,7 +11,7 @@ from torch import Tensor
 from polyhead._checks import check_number
 from polyhead.linalg.stiefel import StepRule
 from polyhead.manifold import Manifold
-from polyhead.optim.base import Optimizer, ParamGroup
+from polyhead.optim.base import Optimizer, ParamGroup, number
 
 
 class SGD(Optimizer):
@@ -66,15 +66,18 @@ class SGD(Optimizer):
     def used_state_names(self, group: ParamGroup) -> tuple[str, ...]:
         return self.state_names if group["momentum"] else ()
 
-    def move(self, group: ParamGroup, x: Tensor, g: Tensor, steps: int, state: dict[str, Tensor]) -> Tensor:
-        manifold, lr = group["manifold"], float(group["lr"])
+    def move(self, group: ParamGroup, x: Tensor, g: Tensor, steps: int | Tensor, state: dict[str, Tensor]) -> Tensor:
+        manifold, lr, dampening = group["manifold"], number(group["lr"]), float(group["dampening"])
         if group["weight_decay"] and not manifold.constant_norm:
             g = g.add(x, alpha=group["weight_decay"])
         step = manifold.gradient(x, g)
         velocity = state.get("momentum_buffer")
         if velocity is not None:
             # the first step is not dampened
-            velocity.mul_(group["momentum"]).add_(step, alpha=1 if steps == 1 else 1 - group["dampening"])
+            if isinstance(steps, int):
+                velocity.mul_(group["momentum"]).add_(step, alpha=1 if steps == 1 else 1 - dampening)
+            else:
+                velocity.mul_(group["momentum"]).add_(step * (1 - dampening * (steps > 1).to(steps.dtype)))
             step = step.add(velocity, alpha=group["momentum"]) if group["nesterov"] else velocity
         y = manifold.retract(x, step * -lr)
         if velocity is not None:
