@@ -1,14 +1,21 @@
 """One multi-head attention, whose heads you can see."""
 
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from polyhead import optim
 from polyhead.attend import Explanation, attend, attention_weights, explain
 from polyhead.heads import Heads
-from polyhead.inspection import capture, report, self_dominance
 from polyhead.manifold import Euclidean, Manifold, Stiefel
 from polyhead.neighbourhood import Causal, Dense, Graph, Grid, Mask, Neighbourhood, Offsets, Padding, Segments, Window
 from polyhead.nn import KeyValueCache, MultiHeadAttention, from_conv, to_conv
 from polyhead.position import ALiBi, Position, QuadraticOffset, RelativeBias, RopeScaling, Rotary
 from polyhead.score import GAT, Dot, GATv2, Score
+
+if TYPE_CHECKING:
+    from polyhead.inspection import capture, report, self_dominance
 
 __version__ = "0.8.0"
 
@@ -50,3 +57,10 @@ __all__ = [
     "self_dominance",
     "to_conv",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """What inspects models is imported when it is first used: it takes as long as all the rest."""
+    if name not in ("capture", "report", "self_dominance"):
+        raise AttributeError(f"module 'polyhead' has no attribute {name!r}")
+    return getattr(importlib.import_module("polyhead.inspection"), name)
