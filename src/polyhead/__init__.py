@@ -15,7 +15,9 @@ from polyhead.position import ALiBi, Position, QuadraticOffset, RelativeBias, Ro
 from polyhead.score import GAT, Dot, GATv2, Score
 
 if TYPE_CHECKING:
-    from polyhead.inspection import capture, report, self_dominance
+    from polyhead.inspection.analysis.self_dominance import self_dominance
+    from polyhead.inspection.capture.capture import capture
+    from polyhead.inspection.report.report import report
 
 __version__ = "0.8.0"
 
