@@ -4,7 +4,7 @@ PIP := $(BIN)/pip install --quiet --constraint constraints.txt
 # some CPUs advertise AMX that may not be used: a bf16 product then dies with "Illegal instruction"
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_FP16
 
-.PHONY: demo test bench format sanitize clean
+.PHONY: demo test test-slow bench format sanitize clean
 
 demo: .venv/demo
 	$(BIN)/python -m polyhead demo --out heads.html
@@ -22,6 +22,10 @@ ifeq ($(DEVICE),cpu)
 else
 	POLYHEAD_DEVICE=$(DEVICE) $(BIN)/pytest tests/conformance
 endif
+
+# what takes minutes: all rows of the tables, all kernels for GPUs
+test-slow: .venv/test
+	POLYHEAD_SLOW_TESTS=1 OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses 2 --dist worksteal -m slow
 
 bench: .venv/test
 	$(BIN)/python -m benchmarks

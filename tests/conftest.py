@@ -23,6 +23,30 @@ def seeded():
     torch.manual_seed(0)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]):
+    """Skip tests marked `slow(what)` unless asked for them."""
+    if os.environ.get("POLYHEAD_SLOW_TESTS") == "1":
+        return
+    for item in items:
+        for mark in item.iter_markers("slow"):
+            item.add_marker(pytest.mark.skip(reason=f"slow, {mark.args[0]}: `make test-slow` runs it"))
+
+
+@pytest.fixture
+def flex_on_cpu(monkeypatch: pytest.MonkeyPatch):
+    """Let the kernel `flex` run on the CPU, where torch's compiler traces its calls but makes no code for a device."""
+    from torch.nn.attention import flex_attention
+
+    from polyhead.kernels.flex import compiled, support
+
+    monkeypatch.setattr(support, "DEVICE_TYPES", ("cpu",))
+    monkeypatch.setattr(support, "DTYPES", (*support.DTYPES, torch.float64))
+    monkeypatch.setattr(support, "_reasons", {})
+    monkeypatch.setattr(compiled, "BACKEND", "eager")
+    # torch refuses gradients there, which its code for the CPU lacks
+    monkeypatch.setattr(flex_attention, "_validate_device", lambda *tensors: None)
+
+
 BOUNDED = """
 import json, resource, sys, time
 from pathlib import Path

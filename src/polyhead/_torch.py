@@ -80,6 +80,11 @@ def is_torch_intercepted() -> bool:
     return modes or torch._C._is_tracing()
 
 
+def is_torch_dispatch_intercepted() -> bool:
+    """Whether a mode intercepts torch's operators, such as fake tensors and counters of operations."""
+    return torch._C._len_torch_dispatch_stack() > 0
+
+
 def is_fx_proxy(x: object) -> bool:
     """Whether `x` is a proxy of `torch.fx.symbolic_trace`."""
     return isinstance(x, Proxy)

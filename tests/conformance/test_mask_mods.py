@@ -88,17 +88,17 @@ def test_numbers_are_kept_between_calls():
     """A second call of the same size fills no tensors; their number is bounded."""
     sizes = Sizes((1,), 1, 35, 35)
     Grid(5, 7, window=3).mask_mod(sizes, CPU)
-    kept = dict(mask_mods._numbers_by_device)
+    kept = dict(mask_mods._kept_numbers)
     Grid(5, 7, window=3).mask_mod(sizes, CPU)
-    assert mask_mods._numbers_by_device.keys() == kept.keys()
+    assert mask_mods._kept_numbers.keys() == kept.keys()
     for left in range(2 * mask_mods._MAX_KEPT_NUMBERS):
         Window(left).mask_mod(sizes, CPU)
-    assert len(mask_mods._numbers_by_device) <= mask_mods._MAX_KEPT_NUMBERS
+    assert len(mask_mods._kept_numbers) <= mask_mods._MAX_KEPT_NUMBERS
 
 
 def test_numbers_from_inference_mode_can_be_saved_for_backward():
-    mask_mods._numbers_by_device.clear()
+    mask_mods._kept_numbers.clear()
     with torch.inference_mode():
         Causal().mask_mod(Sizes((1,), 1, 5, 9), CPU)
-    (number,) = mask_mods._numbers_by_device.values()
+    ((number,),) = mask_mods._kept_numbers.values()
     assert not number.is_inference()

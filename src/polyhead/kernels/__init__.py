@@ -6,6 +6,7 @@ from torch import Tensor
 from polyhead.kernels.call import Call, Kernel, OutputAndLse
 from polyhead.kernels.edges_native import EdgesNative
 from polyhead.kernels.edges_torch import EdgesTorch, edge_weights
+from polyhead.kernels.flex import Flex
 from polyhead.kernels.fused import Fused
 from polyhead.kernels.grid import GridNative
 from polyhead.kernels.offsets import AtOffsets
@@ -15,9 +16,9 @@ from polyhead.kernels.tiled import Tiled
 from polyhead.kernels.windows_as_graph import WindowsAsGraph
 from polyhead.neighbourhood import Graph, Grid, Neighbourhood, Offsets
 
-SEQUENCE_KERNELS: tuple[Kernel, ...] = (Fused(), Short(), Tiled(), Reference())
-GRID_KERNELS: tuple[Kernel, ...] = (Fused(), GridNative(), WindowsAsGraph(), Short(), Tiled(), Reference())
-OFFSET_KERNELS: tuple[Kernel, ...] = (AtOffsets(), Tiled(), Reference())
+SEQUENCE_KERNELS: tuple[Kernel, ...] = (Fused(), Short(), Flex(), Tiled(), Reference())
+GRID_KERNELS: tuple[Kernel, ...] = (Fused(), GridNative(), WindowsAsGraph(), Short(), Flex(), Tiled(), Reference())
+OFFSET_KERNELS: tuple[Kernel, ...] = (AtOffsets(), Flex(), Tiled(), Reference())
 GRAPH_KERNELS: tuple[Kernel, ...] = (EdgesNative(), EdgesTorch(), Reference())
 _KERNELS_BY_NEIGHBOURHOOD: dict[type[Neighbourhood], tuple[Kernel, ...]] = {
     Graph: GRAPH_KERNELS,

@@ -20,9 +20,15 @@ def keep_mask(
 ) -> Bool[Tensor, "..."]:
     """True for the pairs that dropout keeps. The index tensors broadcast; heads are numbered through the whole batch."""
     seed = seed[0] if seed.numel() == 3 else seed
+    return hash_pairs(seed, head, query, key) >= keep_threshold(dropout)
+
+
+def hash_pairs(
+    seed: Int[Tensor, ""], head: Int[Tensor, "..."], query: Int[Tensor, "..."], key: Int[Tensor, "..."]
+) -> Int[Tensor, "..."]:
+    """The hash of each pair, uniform over the signed 32-bit integers; dropout keeps those from `keep_threshold` on."""
     row = _hash_int32(_hash_int32(_hash_int32(_to_int32(seed)) + _to_int32(head)) + _to_int32(query))
-    hashed = _hash_int32(row ^ (_to_int32(key) * _HASH_MULTIPLIERS[2]))
-    return hashed >= keep_threshold(dropout)
+    return _hash_int32(row ^ (_to_int32(key) * _HASH_MULTIPLIERS[2]))
 
 
 def unpack_seed(seed: Int[Tensor, ""] | Int[Tensor, " 3"] | None, heads: int) -> tuple[int, int, int]:

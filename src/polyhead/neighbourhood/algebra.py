@@ -109,8 +109,8 @@ class Combination(Neighbourhood):
         return functools.reduce(self.join, [part.allows_pairs(query, key, heads) for part in self.parts])
 
     def mask_mod(self, sizes: Sizes, device: torch.device) -> MaskMod:
-        mods = [part.mask_mod(sizes, device) for part in self.parts]
-        return lambda row, head, query, key: functools.reduce(self.join, [mod(row, head, query, key) for mod in mods])
+        join, mods = self.join, [part.mask_mod(sizes, device) for part in self.parts]
+        return lambda row, head, query, key: functools.reduce(join, [mod(row, head, query, key) for mod in mods])
 
     def check(self, sizes: Sizes) -> None:
         for part in self.parts:

@@ -124,25 +124,24 @@ class Grid(LatticeNeighbourhood):
         if self.window is None:
             return allow_all
         each = zip(self.outputs, self.sizes, self.stride, self.reach, self.dilation, strict=True)
-        axes = [(count, size, stride, reach * step, step) for count, size, stride, reach, step in each]
-        numbers = device_numbers((self.prefix, *(number for axis in axes for number in axis)), device)
-        dilated, has_prefix = [step > 1 for step in self.dilation], self.prefix > 0
+        axes = [
+            (device_numbers(f"axis {axis}", (count, size, stride, reach * step, step), device), step > 1)
+            for axis, (count, size, stride, reach, step) in enumerate(each)
+        ]
+        prefix = device_numbers("prefix", (self.prefix,), device)[0] if self.prefix else None
 
         def is_near(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-            rest, key_rest = (item - numbers[0] for item in (query, key))
-            if has_prefix:
-                rest, key_rest = rest.clamp(min=0), key_rest.clamp(min=0)
-            allowed = (query < numbers[0]) | (key < numbers[0]) if has_prefix else None
+            rest, key_rest = query, key
+            if prefix is not None:
+                rest, key_rest = (query - prefix).clamp(min=0), (key - prefix).clamp(min=0)
             near = query >= 0
-            for axis in reversed(range(len(dilated))):
-                count, size, stride, reach, step = (numbers[1 + 5 * axis + place] for place in range(5))
+            for (count, size, stride, reach, step), dilated in reversed(axes):
                 at, there = rest % count * stride, key_rest % size
                 rest, key_rest = rest // count, key_rest // size
-                close = (there <= at + reach) & (there >= at - reach)
+                near = near & (there <= at + reach) & (there >= at - reach)
                 # of a query and of a key alone: a remainder for each pair would take longer than its dot product
-                close = close & (at % step == there % step) if dilated[axis] else close
-                near = near & close
-            return near if allowed is None else near | allowed
+                near = near & (at % step == there % step) if dilated else near
+            return near if prefix is None else near | (query < prefix) | (key < prefix)
 
         return is_near
 

@@ -21,7 +21,7 @@ MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 # No sequence is longer. A larger reach would overflow int32 when it is added to a position.
 _LARGEST_REACH = 1 << 30
-_numbers_by_device: dict[tuple[tuple[int, ...], torch.device], Tensor] = {}
+_kept_numbers: dict[tuple[str, tuple[int, ...], torch.device], tuple[Tensor, ...]] = {}
 _MAX_KEPT_NUMBERS = 1024
 
 
@@ -53,34 +53,38 @@ def in_band(left: int | None, right: int, shift: int, device: torch.device) -> M
     """Keys from `left` before the query (None: from the first) to `right` after it; queries begin at key `shift`."""
     last = shift + torch.sym_min(right, _LARGEST_REACH)
     if left is None:
-        numbers = device_numbers((last,), device)
-        return lambda row, head, query, key: key <= query + numbers[0]
-    numbers = device_numbers((last, shift - torch.sym_min(left, _LARGEST_REACH)), device)
-    return lambda row, head, query, key: (key <= query + numbers[0]) & (key >= query + numbers[1])
+        (after,) = device_numbers("band", (last,), device)
+        return lambda row, head, query, key: key <= query + after
+    before, after = device_numbers("band", (shift - torch.sym_min(left, _LARGEST_REACH), last), device)
+    return lambda row, head, query, key: (key >= query + before) & (key <= query + after)
 
 
 def by_row(x: Int[Tensor, "rows *own"]) -> Callable[[Tensor], Tensor]:
     """The entry of a row of the batch; `x` has one row if all rows of the batch share it."""
-    return (lambda row: x[0]) if x.shape[0] == 1 else (lambda row: x[row])
+    if x.shape[0] > 1:
+        return lambda row: x[row]
+    # an index that is a constant would become a tensor inside of the kernel
+    shared = x[0]
+    return lambda row: shared
 
 
-def device_numbers(numbers: tuple[int, ...], device: torch.device) -> Int[Tensor, " numbers"]:
-    """Integers as an int32 tensor on a device, filled there: a copy from the host would wait for the device.
+def device_numbers(role: str, numbers: tuple[int, ...], device: torch.device) -> tuple[Int[Tensor, ""], ...]:
+    """Integers as int32 tensors without axes, filled on the device: a copy from the host would wait for it.
 
-    They are kept, so that a call which uses the same numbers again launches nothing.
+    They are kept, so that a call which uses the same numbers again launches nothing. `role` is what they are for: a
+    compiler distinguishes calls by which arguments are one object.
     """
     if not can_keep_tensors(device):
         return _fill(numbers, device)
-    at = (numbers, device)
-    if at not in _numbers_by_device:
-        if len(_numbers_by_device) >= _MAX_KEPT_NUMBERS:
-            _numbers_by_device.clear()
+    at = (role, numbers, device)
+    if at not in _kept_numbers:
+        if len(_kept_numbers) >= _MAX_KEPT_NUMBERS:
+            _kept_numbers.clear()
         # a tensor made in inference mode could not be saved for a backward pass later
         with torch.inference_mode(False):
-            _numbers_by_device[at] = _fill(numbers, device)
-    # a tensor object of its own: a compiler distinguishes calls whose arguments are one object
-    return _numbers_by_device[at].detach()
+            _kept_numbers[at] = _fill(numbers, device)
+    return _kept_numbers[at]
 
 
-def _fill(numbers: tuple[int, ...], device: torch.device) -> Tensor:
-    return torch.stack([torch.full((), number, dtype=torch.int32, device=device) for number in numbers])
+def _fill(numbers: tuple[int, ...], device: torch.device) -> tuple[Tensor, ...]:
+    return tuple(torch.full((), number, dtype=torch.int32, device=device) for number in numbers)

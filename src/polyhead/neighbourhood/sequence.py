@@ -185,8 +185,8 @@ class Padding(Neighbourhood):
 
         if not self.queries:
             return lambda row, head, query, key: is_real(row, key)
-        shift = device_numbers((sizes.keys - sizes.queries,), device)
-        return lambda row, head, query, key: is_real(row, key) & is_real(row, query + shift[0])
+        (shift,) = device_numbers("padding", (sizes.keys - sizes.queries,), device)
+        return lambda row, head, query, key: is_real(row, key) & is_real(row, query + shift)
 
     def interval(self, queries: int, keys: int, device: torch.device) -> KeyInterval:
         first = self.first[..., None].expand(*self.first.shape, queries).to(device)

@@ -1,0 +1,84 @@
+"""Keeps the block lists of a neighbourhood, so that the layers of a model and the steps of a training share them."""
+
+from __future__ import annotations
+
+import weakref
+from collections import OrderedDict
+from collections.abc import Hashable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from polyhead._torch import can_keep_tensors
+from polyhead.kernels.call import Call, key_intervals
+from polyhead.kernels.flex.block_lists import BlockLists, make_block_lists
+from polyhead.neighbourhood import Neighbourhood
+
+MAX_KEPT = 64
+
+
+class _Kept(NamedTuple):
+    tensors: tuple[weakref.ref[Tensor], ...]
+    versions: tuple[int, ...]
+    lists: BlockLists
+
+
+_kept: OrderedDict[Hashable, _Kept] = OrderedDict()
+
+
+def block_lists_of(call: Call) -> BlockLists:
+    """The block lists of a call: those of an earlier one, if its neighbourhood had the same fields and unchanged tensors."""
+    exact = call.over.exact and call.dropout == 0
+    make = lambda: make_block_lists(*key_intervals(call), call.sizes.keys, exact, call.over.band)
+    fields = list(_fields(call.over)) if can_keep_tensors(call.q.device) else [None]
+    if None in fields:
+        return make()
+    tensors = tuple(x for x in fields if isinstance(x, Tensor))
+    key = (
+        tuple(id(x) if isinstance(x, Tensor) else x for x in fields),
+        (call.sizes.batch, *call.sizes[2:], call.q.device, exact),
+    )
+    versions = tuple(x._version for x in tensors)
+    found = _kept.get(key)
+    if (
+        found is not None
+        and found.versions == versions
+        and all(a() is b for a, b in zip(found.tensors, tensors, strict=True))
+    ):
+        _kept.move_to_end(key)
+        return found.lists
+    # tensors made in inference mode could not be saved for a backward pass later
+    with torch.inference_mode(False), torch.no_grad():
+        lists = make()
+    _kept[key] = _Kept(tuple(weakref.ref(x, lambda _: _kept.pop(key, None)) for x in tensors), versions, lists)
+    while len(_kept) > MAX_KEPT:
+        _kept.popitem(last=False)
+    return lists
+
+
+def _fields(over: Neighbourhood) -> Iterator[Any]:
+    """What the allowed pairs depend on: types, numbers and tensors; None if that cannot be known."""
+    if type(over).__module__.partition(".")[0] != "polyhead":
+        # a class of a user's may keep anything anywhere
+        yield None
+        return
+    yield type(over)
+    for name, value in vars(over).items():
+        yield name
+        yield from _flatten(value)
+
+
+def _flatten(value: object) -> Iterator[Any]:
+    if isinstance(value, Neighbourhood):
+        yield from _fields(value)
+    elif isinstance(value, (tuple, list)):
+        yield len(value)
+        for item in value:
+            yield from _flatten(item)
+    elif isinstance(value, Tensor):
+        yield None if value.is_inference() else value
+    elif value is None:
+        yield type(None)
+    else:
+        yield value if isinstance(value, (int, float, str, slice)) else None
