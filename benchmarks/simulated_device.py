@@ -229,8 +229,10 @@ def _run_on_host(operator: Operator, *args: Any, **kwargs: Any) -> Any:
 def _wrap_numbers(operator: Operator, args: Sequence[Any]) -> tuple[Any, ...]:
     """Numbers as tensors where the operator takes tensors: torch hands its wrapped numbers over as numbers."""
     arguments = zip(args, operator._schema.arguments, strict=False)
-    number = lambda x: isinstance(x, (bool, int, float, complex))
-    return tuple(torch.tensor(x) if number(x) and str(argument.type) == "Tensor" else x for x, argument in arguments)
+    is_number = lambda x: isinstance(x, (bool, int, float))
+    # without axes a number of 64 bits widens no tensor
+    as_tensor = lambda x: torch.tensor(x, dtype=torch.float64 if isinstance(x, float) else None)
+    return tuple(as_tensor(x) if is_number(x) and str(argument.type) == "Tensor" else x for x, argument in arguments)
 
 
 def _host_argument(x: Any, written: bool) -> Any:
