@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fuzz.case import Mismatch
-from fuzz.neighbourhoods import Part, Sizes, build, draw_part
+from fuzz.neighbourhoods import Part, Sizes, build, draw_expression, draw_part
 from fuzz.oracle import Inputs
 from polyhead import Graph
 
@@ -159,12 +159,18 @@ def kept(edges: Edges, allowed: NDArray[np.bool_]) -> tuple[Edges, Ints]:
 
 def draw_filter(random: Random) -> Part:
     """Draw a neighbourhood to intersect a graph with: one that is the same for all heads and rows."""
+    return draw_expression(random, _draw_shared_part)
+
+
+def _draw_shared_part(random: Random) -> Part:
     while True:
         part = draw_part(random)
         if part[0] == "mask" and part[1] not in ("pairs", "keys"):
             continue
         if part[0] == "segments":
             return (*part[:3], False)
+        if part[0] == "mask_mod":
+            return (part[0], 0, 0, *part[3:])
         return part
 
 

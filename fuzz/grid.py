@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 from random import Random
 
 import numpy as np
@@ -12,7 +13,7 @@ from fuzz import convolution
 from fuzz.calls import check_call
 from fuzz.grids import Points, draw_grid_position, offsets_mask, on_grid, points, window_mask
 from fuzz.hashing import dropout_mask
-from fuzz.neighbourhoods import Drawn, Part, Sizes, build, draw_part
+from fuzz.neighbourhoods import Drawn, Part, Sizes, build, draw_expression, draw_part
 from fuzz.position_setup import along_sequence, draw_position
 from fuzz.run import Report
 from fuzz.setup import CallCase, NeighbourhoodSetup, draw_call
@@ -34,6 +35,8 @@ class Case(CallCase):
     # instead of a window: number of offsets per head, their largest size, and the padding
     offsets: tuple[int, int, str] | None = None
     also: tuple[Part, ...] = ()
+    # how the grid and these are combined
+    join: str = "and"
 
 
 def draw(random: Random) -> Case | convolution.Case:
@@ -71,15 +74,20 @@ def draw(random: Random) -> Case | convolution.Case:
     return Case(
         **call, sizes=sizes, window=None if offsets else window, dilation=(1,) * axes if offsets else dilation, stride=stride,
         outputs=outputs, prefix=prefix, offsets=fixed if offsets else None, also=also, position=position,
+        join=random.choices(("and", "or", "not"), (6, 2, 1))[0],
     )  # fmt: skip
 
 
 def _fitting(random: Random, sparse: bool) -> Part:
-    """Draw a neighbourhood to intersect with; if queries are not the keys, one that does not count them along the keys."""
-    while True:
-        part = draw_part(random)
-        if not sparse or part[0] in ("dense", "mask") or (part[0] == "padding" and not part[2]):
-            return part
+    """Draw a neighbourhood to combine with; if queries are not the keys, one that does not count them along the keys."""
+
+    def draw(random: Random) -> Part:
+        while True:
+            part = draw_part(random)
+            if not sparse or part[0] in ("dense", "mask", "mask_mod") or (part[0] == "padding" and not part[2]):
+                return part
+
+    return draw_expression(random, draw)
 
 
 def check(case: Case | convolution.Case) -> Report:
@@ -129,5 +137,8 @@ def _neighbourhood(case: Case) -> tuple[Points, Drawn]:
         drawn = Drawn(over, offsets_mask(at, offsets, padding))
     if case.also:
         more = build(case.also, Sizes(case.batch, case.heads, *at.placed.shape), case.seed)
-        drawn = Drawn(drawn.over & more.over, drawn.allowed & more.allowed)
+        joined = operator.or_ if case.join == "or" else operator.and_
+        drawn = Drawn(joined(drawn.over, more.over), joined(drawn.allowed, more.allowed))
+    if case.join == "not":
+        drawn = Drawn(~drawn.over, ~drawn.allowed)
     return at, drawn

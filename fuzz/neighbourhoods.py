@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from random import Random
 from typing import Any, NamedTuple
@@ -11,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from polyhead import Causal, Dense, Mask, Neighbourhood, Padding, Segments, Window
+from polyhead import Causal, Dense, Mask, Neighbourhood, Padding, Segments, Window, from_mask_mod
 
 Bools = NDArray[np.bool_]
 Part = tuple[Any, ...]
@@ -113,16 +114,41 @@ def _mask(sizes: Sizes, rng: np.random.Generator, kind: str, share: float) -> Dr
     return Drawn(Mask(torch.as_tensor(keep)), np.broadcast_to(allowed, (*allowed.shape[:-2], *pairs)))
 
 
+def _mask_mod(sizes: Sizes, rng: np.random.Generator, *numbers: int) -> Drawn:
+    """A mask_mod of flex_attention, whose queries count from 0 and whose batch is one axis."""
+    *weights, modulus = numbers
+
+    def mod(*indices: Any) -> Any:
+        return sum(weight * index for weight, index in zip(weights, indices, strict=True) if weight) % modulus != 0
+
+    axes = (math.prod(sizes.batch) if weights[0] else 1, sizes.heads if weights[1] else 1, sizes.queries, sizes.keys)
+    allowed = np.broadcast_to(mod(*np.ogrid[tuple(slice(n) for n in axes)]), axes)
+    allowed = allowed.reshape(*(sizes.batch if weights[0] else (1,) * len(sizes.batch)), *axes[1:])
+    return Drawn(from_mask_mod(mod), allowed)
+
+
 _KINDS: dict[str, Callable[..., Drawn]] = {
     "dense": _dense, "causal": _causal, "window": _window, "padding": _padding, "segments": _segments, "mask": _mask,
+    "mask_mod": _mask_mod,
 }  # fmt: skip
+
+
+def _make(part: Part, sizes: Sizes, rng: np.random.Generator) -> Drawn:
+    """One part: a neighbourhood, or `~` or `|` of parts."""
+    kind, *options = part
+    if kind == "not":
+        inner = _make(options[0], sizes, rng)
+        return Drawn(~inner.over, ~inner.allowed)
+    if kind == "or":
+        made = [_make(option, sizes, rng) for option in options]
+        return functools.reduce(lambda a, b: Drawn(a.over | b.over, a.allowed | b.allowed), made)
+    return _KINDS[kind](sizes, rng, *options)
 
 
 def build(parts: tuple[Part, ...], sizes: Sizes, seed: int) -> Drawn:
     """The intersection of all parts; `Dense()` without any."""
     made = [
-        _KINDS[kind](sizes, np.random.default_rng([seed, place]), *options)
-        for place, (kind, *options) in enumerate(parts or (("dense",),))
+        _make(part, sizes, np.random.default_rng([seed, place])) for place, part in enumerate(parts or (("dense",),))
     ]
     joined = functools.reduce(lambda a, b: Drawn(a.over & b.over, a.allowed & b.allowed), made)
     return joined
@@ -146,10 +172,21 @@ def draw_part(random: Random) -> Part:
     if kind == "mask":
         kinds = ("pairs", "keys", "heads", "rows", "both")
         return (kind, random.choice(kinds), random.choice((0.0, 0.1, 0.5, 0.9, 1.0)))
+    if kind == "mask_mod":
+        by = lambda: random.choice((0, 0, 1, 2))
+        return (kind, by(), by(), random.randrange(4), 1, random.choice((2, 3, 5)))
     return (kind,)
+
+
+def draw_expression(random: Random, draw: Callable[[Random], Part] = draw_part) -> Part:
+    """Draw a neighbourhood, or one in three times a union or a complement of some."""
+    kind = random.choices(("", "not", "or"), (6, 1, 2))[0]
+    if not kind:
+        return draw(random)
+    return (kind, *(draw_expression(random, draw) for _ in range(1 if kind == "not" else 2)))
 
 
 def draw_parts(random: Random) -> tuple[Part, ...]:
     """Draw up to three neighbourhoods to intersect."""
     number = random.choices((0, 1, 2, 3), (2, 5, 4, 2))[0]
-    return tuple(draw_part(random) for _ in range(number))
+    return tuple(draw_expression(random) for _ in range(number))

@@ -61,10 +61,15 @@ def _smaller(value: int) -> Iterator[int]:
         yield value - 1 if value > 0 else value + 1
 
 
+def _is_choice(value: Any) -> bool:
+    return isinstance(value, tuple) and bool(value) and isinstance(value[0], str)
+
+
 def _simpler_tuple(value: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
-    chosen = bool(value) and isinstance(value[0], str)
-    if not chosen:
+    if not _is_choice(value):
         yield from (value[:place] + value[place + 1 :] for place in range(len(value)))
+    # one operand instead of the operator
+    yield from (part for part in value[1:] if _is_choice(value) and _is_choice(part))
     for place, part in enumerate(value):
         if isinstance(part, tuple):
             parts: Iterator[Any] = _simpler_tuple(part)

@@ -18,7 +18,7 @@ def test_public_names():
     assert sorted(polyhead.__all__) == [
         "ALiBi", "Causal", "Dense", "Dot", "Euclidean", "Explanation", "GAT", "GATv2", "Graph", "Grid", "Heads", "KeyValueCache", "Manifold", "Mask", "MultiHeadAttention",
         "Neighbourhood", "Offsets", "Padding", "Position", "QuadraticOffset", "RelativeBias", "RopeScaling", "Rotary", "Score", "Segments", "Stiefel", "Window", "attend", "attention_weights",
-        "capture", "explain", "from_conv", "optim", "report", "self_dominance", "to_conv",
+        "capture", "explain", "from_conv", "from_mask_mod", "optim", "report", "self_dominance", "to_conv",
     ]  # fmt: skip
     assert all(hasattr(polyhead, name) for name in polyhead.__all__)
     assert sorted(polyhead.optim.__all__) == ["Adam", "AdamW", "SGD", "check", "groups", "project", "split"]

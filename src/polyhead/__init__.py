@@ -9,7 +9,19 @@ from polyhead import optim
 from polyhead.attend import Explanation, attend, attention_weights, explain
 from polyhead.heads import Heads
 from polyhead.manifold import Euclidean, Manifold, Stiefel
-from polyhead.neighbourhood import Causal, Dense, Graph, Grid, Mask, Neighbourhood, Offsets, Padding, Segments, Window
+from polyhead.neighbourhood import (
+    Causal,
+    Dense,
+    Graph,
+    Grid,
+    Mask,
+    Neighbourhood,
+    Offsets,
+    Padding,
+    Segments,
+    Window,
+    from_mask_mod,
+)
 from polyhead.nn import KeyValueCache, MultiHeadAttention, from_conv, to_conv
 from polyhead.position import ALiBi, Position, QuadraticOffset, RelativeBias, RopeScaling, Rotary
 from polyhead.score import GAT, Dot, GATv2, Score
@@ -54,6 +66,7 @@ __all__ = [
     "capture",
     "explain",
     "from_conv",
+    "from_mask_mod",
     "optim",
     "report",
     "self_dominance",

@@ -31,7 +31,7 @@ _NO_WEIGHTS = "nothing: heads is always returned, and costs nothing until heads.
 _ATTENTION_MASK = "over=Padding(attention_mask.bool()), for a mask of shape (batch, keys)"
 _MASK = "over=mask for a bool mask in which True = may attend (else over=~mask), bias=mask for numbers to add"
 _FLEX_CALL = {
-    "block_mask": "over=, such as Causal(), Window(n), Segments(ids), or a bool tensor, True = may attend",
+    "block_mask": "over=, such as Causal(), Window(n), Segments(ids), or from_mask_mod(block_mask.mask_mod)",
     "score_mod": "score=, position= or bias=: a Score such as Dot(scale), a Position such as ALiBi(heads), numbers to add",
 }
 _PYG_CALL = {
@@ -272,8 +272,10 @@ def hint_for_over(value: object) -> str:
         return "; join neighbourhoods with &"
     if isinstance(value, str) and value.lower() == "causal":
         return "; pass Causal()"
+    if callable(getattr(value, "mask_mod", None)):
+        return "; pass from_mask_mod(block_mask.mask_mod)"
     if callable(value):
-        return "; a predicate of query and key is the method allows of a subclass of Neighbourhood"
+        return "; for a mask_mod of flex_attention pass from_mask_mod(mod)"
     return "; pass torch.as_tensor(over)" if hasattr(value, "__array__") else ""
 
 

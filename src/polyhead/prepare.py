@@ -110,6 +110,8 @@ def make_call(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, lattic
         raise ValueError(
             f"sink must be floating-point numbers, one per head, of shape ({q.shape[-3]},), got {describe_type(sink)}"
         )
+    if type(over) is not Dense:
+        over = over.bind_sizes(Sizes(tuple(q.shape[:-3]), q.shape[-3], q.shape[-2], k.shape[-2]))
     if over.item_indices is not None:
         indices = (indices or GlobalIndices())._replace(queries=over.item_indices[0], keys=over.item_indices[1])
     return Call(q, k, v, over, score, relative_bias, bias, sink, dropout, seed, indices)

@@ -22,6 +22,7 @@ from polyhead import (
     Rotary,
     Window,
     capture,
+    from_mask_mod,
     report,
 )
 from polyhead.distributed import gather, mean_mass, partition, received, shard_heads, shard_items
@@ -48,6 +49,7 @@ HEAD_CASES = {
     "position on a grid": ({"position": QuadraticOffset(draw(HEADS, 2))}, Grid(3, 4), None),
     "mask by head, bias by head": ({}, Mask(draw(HEADS, ITEMS, ITEMS) < 0.5), draw(HEADS, ITEMS, ITEMS)),
     "mask by head and window": ({}, Mask(draw(HEADS, ITEMS, ITEMS) < 0.5) & Window(4), draw(ITEMS, ITEMS)),
+    "union with a mask_mod by head": ({}, Window(2) | from_mask_mod(lambda b, h, q, k: (q + b + k * h) % 3 > 0), None),
     "offsets": ({}, Offsets([[-3], [0], [2], [1]], [ITEMS]), None),
     "gatv2": ({"score": "gatv2", "combine": "concat"}, Window(3), None),
     "gat on a graph": ({"score": "gat", "combine": "mean"}, random_graph(), draw(HEADS, 40)),

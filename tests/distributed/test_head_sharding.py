@@ -25,6 +25,7 @@ from polyhead import (
     Rotary,
     Score,
     Window,
+    from_mask_mod,
 )
 from polyhead.distributed import shard_heads, shard_items, sum_gradients
 from polyhead.interop.torch_transformer_layers import layer_from_torch
@@ -100,6 +101,7 @@ CASES = {
     "mask by head and window": ({}, lambda: mask_by_head() & Window(4)),
     "predicate by head": ({}, EveryOther),
     "union by head": ({}, lambda: (Causal() & ~mask_by_head()) | Window(2)),
+    "mask_mod by head": ({}, lambda: ~from_mask_mod(lambda b, h, q, k: (q + b + k * h) % 3 > 0)),
     "complement of a predicate by head": ({}, lambda: ~(EveryOther() | Window(0)) & Causal()),
     "score of a user": ({"score": Scaled}, Causal),
     "gat": ({"score": "gat"}, graph),

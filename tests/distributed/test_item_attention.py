@@ -9,7 +9,20 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from polyhead import ALiBi, Causal, Grid, Mask, MultiHeadAttention, Offsets, Padding, Rotary, Score, Segments, Window
+from polyhead import (
+    ALiBi,
+    Causal,
+    Grid,
+    Mask,
+    MultiHeadAttention,
+    Offsets,
+    Padding,
+    Rotary,
+    Score,
+    Segments,
+    Window,
+    from_mask_mod,
+)
 from polyhead.distributed import head_pieces, shard_items
 from polyhead.position import RelativeBias
 
@@ -60,6 +73,7 @@ def make_cases() -> dict[str, Case]:
             Causal() | Padding([5, 20]), {"position": RelativeBias(6, buckets=8, max_distance=20)}
         ),
         "union and complement per head": Case((~Window(3) | Mask(random_mask(6, 37, 37))) & Padding(lengths)),
+        "mask_mod per row and head": Case(Window(9) & from_mask_mod(lambda b, h, q, k: (q + b + h * k) % 3 > 0)),
         "grid": Case(Grid(6, 7, window=3), length=42),
         "grid, rotary": Case(Grid(6, 7, window=3), {"position": Rotary(axes=2)}, length=42),
         "grid, relative bias": Case(Grid(6, 7, window=3), {"position": RelativeBias(6, window=(3, 3))}, length=42),

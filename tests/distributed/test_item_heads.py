@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from polyhead import ALiBi, Causal, MultiHeadAttention, Padding, RelativeBias, Rotary, Window
+from polyhead import ALiBi, Causal, MultiHeadAttention, Padding, RelativeBias, Rotary, Window, from_mask_mod
 from polyhead.distributed import gather, mean_mass, received, shard_items
 
 LENGTH = 29
@@ -11,6 +11,8 @@ CASES = {
     "causal": (Causal(), {"sink": "learned"}),
     "window, rotary": (Causal() & Window(5), {"position": Rotary(), "kv_heads": 2}),
     "padding, alibi": (Padding(torch.tensor([29, 13])), {"position": ALiBi(4)}),
+    "prefix": (Causal() | Padding([3, 20]), {"position": ALiBi(4)}),
+    "mask_mod": (~Window(2) & from_mask_mod(lambda b, h, q, k: (q + b + k * h) % 3 > 0), {}),
     "relative bias": (Window(6), {"position": RelativeBias(4, buckets=8, max_distance=20)}),
 }
 

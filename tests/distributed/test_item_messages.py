@@ -9,7 +9,7 @@ import torch.distributed as dist
 from rank_pool import run_on_threads
 from torch.distributed.device_mesh import init_device_mesh
 
-from polyhead import Causal, Grid, Mask, MultiHeadAttention, Segments, Window, attend, explain
+from polyhead import Causal, Grid, Mask, MultiHeadAttention, Segments, Window, attend, explain, from_mask_mod
 from polyhead.distributed import exchange_transport, head_pieces, item_attention, shard_items
 from polyhead.distributed.item_layout import ItemLayout
 from polyhead.neighbourhood import Sizes
@@ -335,6 +335,10 @@ def test_the_plans_of_a_few_neighbourhoods_are_kept(two_ranks):
         assert error < 1e-12 and kept <= 8
 
 
+def sliding_window(size):
+    return lambda b, h, q, k: q - k <= size
+
+
 def combine_shards():
     shard, keep = shard_items(Causal(), LENGTH), random_keep(0)
     x = torch.randn(1, HEADS, LENGTH, DIM, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
@@ -345,6 +349,9 @@ def combine_shards():
         (keep | shard, Causal() | Mask(keep)),
         (keep & shard, Causal() & Mask(keep)),
         (~shard & Window(4), ~Causal() & Window(4)),
+        # functions with one name: what they capture tells them apart
+        (shard & from_mask_mod(sliding_window(2)), Window(2, 0)),
+        (shard & from_mask_mod(sliding_window(5)), Window(5, 0)),
     ):
         out = attend(own, own, own, over=combined)
         errors.append(float((out - shard.take(attend(x, x, x, over=over))).abs().max()))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from polyhead.device_check.operands import SEED, Operands
-from polyhead.neighbourhood import Causal, Dense, Mask, Neighbourhood, Padding, Segments, Window
+from polyhead.neighbourhood import Causal, Dense, Mask, Neighbourhood, Padding, Segments, Window, from_mask_mod
 from polyhead.position import ALiBi, Position, RelativeBias, Rotary
 from polyhead.score import Dot
 
@@ -78,6 +78,10 @@ def _mask_by_head(layout: Layout) -> Neighbourhood:
     return Mask(torch.rand(layout.heads, layout.queries, layout.keys) > 0.5)
 
 
+def _differs_by_row_and_head(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+    return (q_idx + 2 * kv_idx + b + h * kv_idx) % 3 > 0
+
+
 NEIGHBOURHOODS: dict[str, Callable[[Layout], Neighbourhood]] = {
     "dense": lambda layout: Dense(),
     "causal": lambda layout: Causal(),
@@ -97,6 +101,7 @@ NEIGHBOURHOODS: dict[str, Callable[[Layout], Neighbourhood]] = {
         (~Window(5) | Segments(torch.arange(layout.keys) % 3, torch.arange(layout.queries) % 3))
         & Padding(_lengths(layout))
     ),
+    "mask-mod": lambda layout: Window(9) & from_mask_mod(_differs_by_row_and_head),
     "mask-window": lambda layout: Mask(torch.rand(layout.queries, layout.keys) > 0.3) & Window(9),
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 from collections import defaultdict
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from polyhead.neighbourhood import Neighbourhood
+from polyhead.neighbourhood.captured_values import captured_values
 
 # Characters of a value in the error message.
 _MAX_VALUE_CHARACTERS = 120
@@ -103,8 +105,9 @@ def _update(digest: hashlib.blake2b, value: Any) -> None:
             _update(digest, value[key])
     elif isinstance(value, (type, torch.dtype, torch.device)) or not hasattr(value, "__dict__"):
         _update_text(digest, repr(value))
-    elif callable(value) and hasattr(value, "__qualname__"):
-        _update_text(digest, f"{value.__module__}.{value.__qualname__}")
+    elif callable(value) and (hasattr(value, "__qualname__") or isinstance(value, functools.partial)):
+        _update_text(digest, f"{value.__module__}.{getattr(value, '__qualname__', '')}")
+        _update(digest, captured_values(value))
     else:
         _update_text(digest, f"{type(value).__module__}.{type(value).__qualname__}")
         _update(digest, vars(value))

@@ -58,7 +58,7 @@ class HeadGatherer:
             sink=self._concatenate_unless_shared(call.sink, 0, number),
             global_indices=call.global_indices._replace(first_head=0, num_heads=None, head_gatherer=None),
         )  # fmt: skip
-        return Heads(whole, self._gather_origin(origin, call))
+        return Heads(whole._replace(over=self.over.bind_sizes(whole.sizes)), self._gather_origin(origin, call))
 
     def _gather_origin(self, origin: Origin, call: Call) -> Origin:
         number, w_o = call.q.shape[-3], origin.w_o

@@ -18,7 +18,15 @@ from polyhead.distributed.item_transport import TransportName, TransportPlan, ma
 from polyhead.distributed.own_rows import gather_rows, item_axis, take_rows
 from polyhead.distributed.process_group import process_group
 from polyhead.kernels import Call
-from polyhead.neighbourhood import Graph, Lattice, Neighbourhood, Sizes, as_neighbourhood, operands
+from polyhead.neighbourhood import (
+    Graph,
+    Lattice,
+    MaskModNeighbourhood,
+    Neighbourhood,
+    Sizes,
+    as_neighbourhood,
+    operands,
+)
 from polyhead.neighbourhood.shapes import KeyInterval
 
 # Neighbourhoods of one shard whose plans are kept.
@@ -204,6 +212,11 @@ class ItemShard(Neighbourhood):
             )
         return other
 
+    def bind_sizes(self, sizes: Sizes) -> Neighbourhood:
+        queries, keys = self.whole_sizes(sizes.queries, sizes.keys)
+        bound = self.over.bind_sizes(sizes._replace(queries=queries, keys=keys))
+        return self if bound is self.over else self._replace_over(bound)
+
     def _replace_over(self, over: Neighbourhood) -> ItemShard:
         """The same items with another neighbourhood. Equal ones share one plan: a model joins its own in every call."""
         key = _identify(over)
@@ -269,7 +282,7 @@ def _identify(over: Neighbourhood) -> object:
 
 
 def _is_ours(over: Neighbourhood) -> bool:
-    return type(over).__module__.startswith("polyhead.")
+    return type(over).__module__.startswith("polyhead.") and not isinstance(over, MaskModNeighbourhood)
 
 
 def _largest(values: tuple[int, ...], group: dist.ProcessGroup, device: torch.device) -> tuple[int, ...]:

@@ -109,6 +109,10 @@ class SomeHeads(Neighbourhood):
     def bind_self_attention(self, self_attention: bool) -> Neighbourhood:
         return SomeHeads(self.over.bind_self_attention(self_attention), self.heads)
 
+    def bind_sizes(self, sizes: Sizes) -> Neighbourhood:
+        over = self.over.bind_sizes(sizes._replace(heads=self.heads.total))
+        return self if over is self.over else SomeHeads(over, self.heads)
+
     def leaves(self) -> tuple[Tensor, ...]:
         return self.over.leaves()
 

@@ -11,6 +11,7 @@ from polyhead._old_checkpoints import accept_old_pickled_classes
 from polyhead.neighbourhood.algebra import Both, Complement, Either, intersection_parts, operands
 from polyhead.neighbourhood.base import BatchRows, Dense, Mask, Neighbourhood, as_neighbourhood
 from polyhead.neighbourhood.csr import CSR
+from polyhead.neighbourhood.from_mask_mod import MaskModNeighbourhood, from_mask_mod
 from polyhead.neighbourhood.graph import Graph
 from polyhead.neighbourhood.grid import Grid, Offsets
 from polyhead.neighbourhood.lattice import Lattice
@@ -34,6 +35,7 @@ __all__ = [
     "Grid",
     "Lattice",
     "Mask",
+    "MaskModNeighbourhood",
     "Neighbourhood",
     "Offsets",
     "Padding",
@@ -42,6 +44,7 @@ __all__ = [
     "Window",
     "as_neighbourhood",
     "broadcasts_to",
+    "from_mask_mod",
     "intersection_parts",
     "operands",
 ]

@@ -129,6 +129,9 @@ class Combination(Neighbourhood):
     def bind_self_attention(self, self_attention: bool) -> Neighbourhood:
         return self.map_parts(lambda part: part.bind_self_attention(self_attention))
 
+    def bind_sizes(self, sizes: Sizes) -> Neighbourhood:
+        return self.map_parts(lambda part: part.bind_sizes(sizes))
+
     def __repr__(self) -> str:
         return f" {self.symbol} ".join(map(_repr_of_part, self.parts))
 
@@ -272,6 +275,9 @@ class Complement(Neighbourhood):
 
     def bind_self_attention(self, self_attention: bool) -> Neighbourhood:
         return self.map_over(lambda over: over.bind_self_attention(self_attention))
+
+    def bind_sizes(self, sizes: Sizes) -> Neighbourhood:
+        return self.map_over(lambda over: over.bind_sizes(sizes))
 
     def __repr__(self) -> str:
         return f"~{_repr_of_part(self.over)}"

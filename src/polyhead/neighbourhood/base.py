@@ -132,7 +132,7 @@ class Neighbourhood(ABC):
         head = torch.arange(sizes.heads, device=device)[:, None, None]
         query = torch.arange(sizes.keys - sizes.queries, sizes.keys, device=device)[:, None]
         key = torch.arange(sizes.keys, device=device)
-        return self.allows(head, query, key)
+        return self.bind_sizes(sizes).allows(head, query, key)
 
     def mask_mod(self, sizes: Sizes, device: torch.device) -> mask_mods.MaskMod:
         """`allows` as torch's flex_attention takes it (`mask_mods.py`), where the batch is one axis and queries count from 0."""
@@ -161,6 +161,10 @@ class Neighbourhood(ABC):
 
     def bind_self_attention(self, self_attention: bool) -> Neighbourhood:
         """This neighbourhood with the information whether the queries are the keys."""
+        return self
+
+    def bind_sizes(self, sizes: Sizes) -> Neighbourhood:
+        """This neighbourhood for an attention of these sizes, if its `allows` must know them."""
         return self
 
     def unpadded_queries(self, shape: tuple[int, ...]) -> Bool[Tensor, "... queries"] | None:
@@ -362,6 +366,10 @@ class BatchRows(Neighbourhood):
     @property
     def band(self) -> Band:
         return self.over.band
+
+    def bind_sizes(self, sizes: Sizes) -> Neighbourhood:
+        over = self.over.bind_sizes(sizes._replace(batch=self.batch))
+        return self if over is self.over else BatchRows(over, self.batch, self.at)
 
     def leaves(self) -> tuple[Tensor, ...]:
         return self.over.leaves()

@@ -159,6 +159,7 @@ class Graph(Neighbourhood):
         """The edges that `other` allows too."""
         source, destination = self.edge_index
         other = other.bind_self_attention(self.sources == self.destinations)
+        other = other.bind_sizes(Sizes((), 1, self.destinations, self.sources))
         if other.by_head:
             raise ValueError(
                 f"Graph: a graph can only be joined with pairs that are the same for all heads, got {other!r}, which differs by head"

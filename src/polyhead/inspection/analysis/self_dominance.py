@@ -83,6 +83,7 @@ def self_dominance(
         tokens = x.to(widest_float(x.device)).unsqueeze(-3)
         call = Call(tokens, tokens, tokens, as_neighbourhood(over).bind_self_attention(True), Dot(scale))
         call.over.check(call.sizes)
+        call = call._replace(over=call.over.bind_sizes(call.sizes))
         margin, weight = _measure_in_blocks(call)
         return SelfDominance(margin.squeeze(-2), weight.squeeze(-2))
     dtype = widest_float(x.device)
