@@ -34,7 +34,9 @@ from polyhead import (
     Rotary,
     Segments,
     Window,
+    from_mask_mod,
 )
+from polyhead.neighbourhood.mask_mods import MaskMod
 
 BATCH, HEADS, ITEMS, DIM, EDGES = 3, 6, 64, 16, 300
 TOLERANCE = 1e-4
@@ -76,6 +78,11 @@ _LENGTHS = torch.tensor([ITEMS, 20, 0])
 _TAPS = [[0, 0], [0, 1], [1, 0], [0, -1], [-1, 0], [1, 1]]
 _EDGE_INDEX = torch.randint(ITEMS, (2, EDGES), generator=torch.Generator().manual_seed(1))
 
+
+def _same_document(ids: Tensor) -> MaskMod:
+    return lambda b, h, q_idx, kv_idx: ids[q_idx] == ids[kv_idx]
+
+
 NEIGHBOURHOODS: dict[str, Callable[[Move], Neighbourhood]] = {
     "Dense": lambda to: Dense(),
     "Causal": lambda to: Causal(),
@@ -88,6 +95,9 @@ NEIGHBOURHOODS: dict[str, Callable[[Move], Neighbourhood]] = {
     "Mask": lambda to: Mask(to(_drawn(BATCH, 1, ITEMS, ITEMS) > 0.5)),
     "Mask, by head": lambda to: Mask(to(_drawn(HEADS, ITEMS, ITEMS) > 0.5)),
     "Causal & Padding": lambda to: Causal() & Padding(to(_LENGTHS)),
+    "Causal | Padding": lambda to: Causal() | Padding(to(_LENGTHS), queries=False),
+    "Segments & ~Window": lambda to: Segments(to(torch.arange(ITEMS) // 13)) & ~Window(5),
+    "from_mask_mod": lambda to: from_mask_mod(_same_document(to(torch.arange(ITEMS) // 13))),
     "Grid": lambda to: Grid(8, 8),
     "Grid, window": lambda to: Grid(8, 8, window=3),
     "Grid, prefix": lambda to: Grid(7, 9, window=3, prefix=1),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -136,9 +137,6 @@ def _evaluate(
 
     With `as_pairs`, the i-th query is combined with the i-th key alone.
     """
-    # torch's compiler, which that package belongs to, takes a second to import
-    from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
-
     shape = (len(row), len(head), *([len(key)] if as_pairs else [len(query), len(key)]))
     # torch's vmap takes no empty axes
     if 0 in shape:
@@ -154,9 +152,16 @@ def _evaluate(
     vectorised = checked
     for in_dims in (*axes, (None, 0, None, None), (0, None, None, None)):
         vectorised = torch.vmap(vectorised, in_dims=in_dims)
-    # it makes a captured[q_idx] an operator, where q_idx stands for many numbers
-    with TransformGetItemToIndex(), torch.no_grad():
+    with _index_by_operators(), torch.no_grad():
         return vectorised(row, head, query, key)
+
+
+def _index_by_operators() -> AbstractContextManager[Any]:
+    """Make `captured[q_idx]` an operator: an index may stand for many, and reading its value would wait for a device."""
+    # torch's compiler, to which this belongs, takes a second to import
+    from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
+
+    return TransformGetItemToIndex()
 
 
 def _check_is_mask_mod(mod: object) -> None:
@@ -194,7 +199,7 @@ def _find_read_axes(mod: MaskMod) -> tuple[bool, bool]:
     device = captured[0].device if captured else None
     row, head, query, key = (torch.zeros((), dtype=torch.long, device=device) for _ in range(4))
     watch = _ReadWatch(row, head)
-    with watch:
+    with _index_by_operators(), torch.no_grad(), watch:
         allowed = mod(row, head, query, key)
     _check_result(mod, allowed)
     return watch.is_read(row), watch.is_read(head)

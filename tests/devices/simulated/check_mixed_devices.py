@@ -5,7 +5,7 @@ import torch
 
 from benchmarks.devices import HEADS, NEIGHBOURHOODS
 from benchmarks.simulated_device import host_of
-from polyhead import ALiBi, Causal, GATv2, MultiHeadAttention, Padding, RelativeBias, attend
+from polyhead import ALiBi, Causal, GATv2, MultiHeadAttention, Padding, RelativeBias, attend, from_mask_mod
 
 WITH_TENSORS = [name for name, make in NEIGHBOURHOODS.items() if make(lambda x: x).tensors]
 
@@ -67,6 +67,15 @@ def test_other_arguments_on_another_device_are_refused(gpu, name, options):
     out = attend(q, q, q, **on(gpu))
     expected = attend(*(host_of(q),) * 3, **on("cpu"))
     torch.testing.assert_close(host_of(out), expected.detach(), atol=1e-5, rtol=1e-5)
+
+
+def test_captured_tensors_on_another_device_are_refused(gpu):
+    q, ids = torch.randn(1, 2, 5, 8, device=gpu), torch.tensor([0, 0, 1, 1, 1])
+    over = from_mask_mod(lambda b, h, q, k: ids[q] == ids[k]) | Causal()
+    with pytest.raises(
+        ValueError, match=r"the tensors that mod captures must be on gpu:0, as q is, got one of shape \(5,\) on cpu"
+    ):
+        attend(q, q, q, over=over)
 
 
 def test_queries_keys_and_values_must_be_on_one_device(gpu):
