@@ -194,8 +194,10 @@ def test_it_needs_no_rich(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "rich" else found(name, *a))
     code, _ = check(tmp_path)
     assert code == 0
-    (row,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("dense") and "tiled" in line)
+    said = capsys.readouterr()
+    (row,) = (line for line in said.out.splitlines() if line.startswith("dense") and "tiled" in line)
     assert row.split()[-1] == "passed"
+    assert "Checking: 0 of 1" in said.err
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,10 @@ def run_check(arguments: argparse.Namespace, facts: dict[str, str]) -> int:
             "fp32 products": f"in fp32: TF32 is off for the check (torch's setting: {tf32})",
         }
     print_facts(facts)
-    print(f"\nChecking {len(cases)} cases on {device}", file=sys.stderr, flush=True)
+    slow = (
+        "" if device.type == "cpu" else "; the first run compiles a kernel per kind of attention, which takes minutes"
+    )
+    print(f"\nChecking {len(cases)} cases on {device}{slow}", file=sys.stderr, flush=True)
     begin = time.perf_counter()
     results = run_cases(cases, device, _progress("Checking"))
     times = run_timed_cases(timed, device, dtypes, _progress("Timing"))
@@ -64,17 +67,21 @@ def run_check(arguments: argparse.Namespace, facts: dict[str, str]) -> int:
     return 1 if report.failed else 0
 
 
-def _progress(label: str) -> Progress | None:
-    """A progress bar on stderr, where rich is installed."""
+def _progress(label: str) -> Progress:
+    """Progress on stderr: a bar where rich is installed, else a line now and then."""
+
+    def count(items: Sequence[Any]) -> Iterable[Any]:
+        for number, item in enumerate(items):
+            if number % max(1, len(items) // 10) == 0:
+                print(f"{label}: {number} of {len(items)}", file=sys.stderr, flush=True)
+            yield item
+
     if importlib.util.find_spec("rich") is None:
-        return None
+        return count
     from rich.console import Console
     from rich.progress import track
 
-    def show(items: Sequence[Any]) -> Iterable[Any]:
-        return track(items, f"{label} …", console=Console(stderr=True), transient=True)
-
-    return show
+    return lambda items: track(items, f"{label} …", console=Console(stderr=True), transient=True)
 
 
 def _print_results(results: Sequence[CaseResult]) -> None:

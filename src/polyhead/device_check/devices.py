@@ -12,8 +12,8 @@ from torch.utils import _pytree as pytree
 from polyhead._checks import short_repr
 from polyhead.neighbourhood import Neighbourhood
 
-# by decreasing precision
-_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+# the first is checked on every case
+_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
 def find_device(name: str, argument: str = "--device") -> torch.device:

@@ -13,8 +13,8 @@ from polyhead.device_check.cases import Case, Results
 from polyhead.device_check.devices import full_fp32_precision, synchronise
 from polyhead.inspection.progress import Progress, wrap_with_progress
 
-# The largest difference that passes, relative to the largest number of a result. Rounding on the CPU stays below half of it.
-TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 6e-3, torch.bfloat16: 4e-2}
+# The largest difference that passes, relative to the largest number of a result: twice and more what rounding makes on the CPU.
+TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 8e-3, torch.bfloat16: 6e-2}
 
 
 class KernelResult(NamedTuple):

@@ -167,11 +167,11 @@ LONG = Layout(batch=(3,), heads=4, key_heads=4, queries=293, keys=293, dim=16, v
 # together every position and option but a scale, grouped heads, and values of other widths than keys
 VARIANTS = {
     "plain": Variant(LONG),
-    "few keys": Variant(Layout()),
+    "few keys": Variant(replace(LONG, queries=37, keys=37)),
     "fewer queries": Variant(replace(LONG, queries=67)),
     "rotary, grouped heads, wide values": Variant(replace(LONG, key_heads=2, value_dim=24), "rotary"),
     "relative bias, bias, sink": Variant(LONG, "relative", Option(sink=True, bias=True)),
-    "ALiBi, dropout, narrow values": Variant(replace(LONG, dim=24), "alibi", Option(dropout=0.3)),
+    "ALiBi, dropout, narrow values": Variant(replace(LONG, dim=20, value_dim=10), "alibi", Option(dropout=0.3)),
 }
 # on which other dtypes than fp32 are checked
 _FEW_NEIGHBOURHOODS = ("dense", "causal", "window", "padding-holes", "mask")
