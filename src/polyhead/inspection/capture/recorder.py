@@ -59,6 +59,8 @@ class Recorder(TorchFunctionMode):
         self._tracer = OutputProjectionTracer()
         # the call whose metrics are computed once W_O is known
         self._pending: tuple[str, Heads] | None = None
+        # the latest call whose metrics were computed: its name, and the W_O and the gate that they depend on
+        self._measured: tuple[str, Tensor | None, Tensor | None] | None = None
         # inside nn.MultiheadAttention: its batch size and heads, whether it is self-attention, and the first of its two products
         self._inside: tuple[int, int] | None = None
         self._inside_is_self: bool | None = None
@@ -100,6 +102,7 @@ class Recorder(TorchFunctionMode):
         """Forget the previous forward: the model is called, or the module whose attention was recorded first is called again."""
         self.finish()
         self._first_outermost = None
+        self._measured = None
         self._names.clear()
         self.seen._clear()
 
@@ -128,7 +131,7 @@ class Recorder(TorchFunctionMode):
         if self._inside is not None and func in (torch.bmm, torch.baddbmm):
             return self._record_products(func, args, kwargs)
         result = func(*args, **kwargs)
-        self._tracer.process_call(func, args, result)
+        self._tracer.process_call(func, args, kwargs, result)
         if results := collect_tensors((result,)):
             tensors = collect_tensors((*args, *kwargs.values()))
             dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
@@ -248,6 +251,15 @@ class Recorder(TorchFunctionMode):
 
     def _update(self, name: str, heads: Heads) -> None:
         """Replace a recorded call by the same one with W_O, or with all that its layer knows."""
+        measured = self._measured
+        if (
+            measured is not None
+            and name == measured[0]
+            and measured[1] is heads.origin.w_o
+            and measured[2] is heads.origin.gate
+        ):
+            # a layer reports the W_O that tracing has found already
+            return
         if name in self.seen._heads or (self._pending is not None and self._pending[0] == name):
             self._store(name, heads)
             self._measure_pending()
@@ -255,6 +267,7 @@ class Recorder(TorchFunctionMode):
     def _measure_pending(self) -> None:
         if self._pending is not None:
             (name, heads), self._pending = self._pending, None
+            self._measured = name, heads.origin.w_o, heads.origin.gate
             assert self._metrics is not None
             with torch.no_grad():
                 self.seen._heads[name] = HeadMetrics(heads, self._metrics)
