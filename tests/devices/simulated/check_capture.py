@@ -9,6 +9,7 @@ from torch.testing import assert_close
 from benchmarks.simulated_device import count, host_of
 from polyhead import Causal, MultiHeadAttention, capture
 from polyhead.inspection import METRICS, rollout
+from polyhead.inspection.analysis.ablation import ablate, importance
 
 BATCH, TOKENS, WIDTH, HEADS = 2, 11, 24, 4
 
@@ -131,3 +132,19 @@ def test_edits_are_made_on_the_device(gpu):
         with count() as counts:
             after = model(x)
     assert counts.waits == 0 and not torch.equal(host_of(before), host_of(after))
+
+
+def test_ablation_reads_all_losses_at_once(gpu):
+    effects = []
+    for device in (torch.device("cpu"), gpu):
+        model, x = model_and_input(Written, device)
+        loss = lambda model=model, x=x: model(x).square().mean()
+        with count() as counts:
+            effects.append(ablate(model, loss))
+        assert counts.waits == (device == gpu)
+        with count() as counts:
+            scores = importance(model, loss)
+        assert counts.waits == 0 and all(score.device == device for score in scores.values())
+    assert effects[0].base == pytest.approx(effects[1].base, rel=1e-5)
+    for a, b in zip(*(effect.without.values() for effect in effects), strict=True):
+        assert_close(a, b, atol=1e-5, rtol=1e-3)

@@ -25,6 +25,7 @@ from polyhead._checks import (
     describe_type,
     short_repr,
 )
+from polyhead._torch import widest_float
 from polyhead.inspection.capture.capture import NO_ATTENTION_SEEN, Capture, capture
 from polyhead.inspection.progress import Progress, wrap_with_progress
 
@@ -66,11 +67,14 @@ def ablate(model: nn.Module, loss: Loss, by: Ablation = "zero", progress: Progre
     remove = _make_head_remover(by)
     with torch.no_grad():
         sizes, base = _count_heads_and_compute_loss(model, loss)
-        without = {name: torch.full((heads,), math.nan) for name, heads in sizes.items()}
         every = [Head(name, head) for name, heads in sizes.items() for head in range(heads)]
-        for name, head in wrap_with_progress(every, progress):
-            without[name][head] = _compute_loss_with_edits(model, loss, {name: partial(remove, [head])}) - base
-    return Effect(base, without)
+        losses = [
+            _compute_loss_with_edits(model, loss, {name: partial(remove, [head])})
+            for name, head in wrap_with_progress(every, progress)
+        ]
+    all_heads, *others = _read_losses([base, *losses])
+    increases = torch.tensor([value - all_heads for value in others], dtype=torch.float64).float()
+    return Effect(all_heads, dict(zip(sizes, increases.split(list(sizes.values())), strict=True)))
 
 
 def ablate_embedding(
@@ -176,7 +180,7 @@ def ablate_cumulatively(
             values.append(
                 _compute_loss_with_edits(model, loss, {name: partial(remove, heads) for name, heads in removed.items()})
             )
-    return values
+    return _read_losses(values)
 
 
 def _check_head(given: Any, sizes: dict[str, int]) -> Head:
@@ -204,7 +208,9 @@ def _make_head_remover(by: Ablation) -> Callable[[list[int], Tensor], Tensor]:
     return remove
 
 
-def _compute_loss_with_edits(model: nn.Module, loss: Loss, edits: dict[str, Callable[[Tensor], Tensor]]) -> float:
+def _compute_loss_with_edits(
+    model: nn.Module, loss: Loss, edits: dict[str, Callable[[Tensor], Tensor]]
+) -> float | Tensor:
     """The loss with edited heads; nothing is recorded."""
     applied = set()
 
@@ -217,17 +223,17 @@ def _compute_loss_with_edits(model: nn.Module, loss: Loss, edits: dict[str, Call
         seen._called.update(dict.fromkeys(edits))
         for name, change in edits.items():
             seen.edit(name, partial(track_edit, name, change))
-        value = _loss_to_float(loss())
+        value = _check_loss(loss())
     if applied != set(edits):
         raise ValueError(f"order: {', '.join(set(edits) - applied)} made no attention call in this loss")
     return value
 
 
-def _count_heads_and_compute_loss(model: nn.Module, loss: Loss) -> tuple[dict[str, int], float]:
+def _count_heads_and_compute_loss(model: nn.Module, loss: Loss) -> tuple[dict[str, int], float | Tensor]:
     """The number of heads of each attention that the loss calls, and the loss."""
     _check_callable("loss", loss)
     with capture(model) as seen:
-        value = _loss_to_float(loss())
+        value = _check_loss(loss())
     if not seen:
         raise ValueError(f"model: {NO_ATTENTION_SEEN}")
     return {name: _count_heads(seen, name) for name in seen}, value
@@ -243,13 +249,23 @@ def _count_heads(seen: Capture, name: str) -> int:
     return int(outputs.shape[-3])
 
 
-def _loss_to_float(loss: Any) -> float:
-    """A float, or one number in a tensor or an array, as a float."""
+def _check_loss(loss: Any) -> float | Tensor:
+    """One number as a float; one that lies on a device as a tensor without axes, which is not read yet."""
     shape = getattr(loss, "shape", () if isinstance(loss, (int, float)) else None)
     if shape is None or math.prod(shape) != 1:
         given = describe_type(loss) if shape is None else f"shape {tuple(shape)}"
         raise ValueError(f"loss must return one number, such as a float or a tensor of one number, got {given}")
-    return float(loss.reshape(()) if shape else loss)
+    number = loss.reshape(()) if shape else loss
+    return number.detach() if isinstance(number, Tensor) and not number.is_cpu else float(number)
+
+
+def _read_losses(losses: Sequence[float | Tensor]) -> list[float]:
+    """Losses as floats: those on a device in one copy, so that the host waits once."""
+    on_device = [x for x in losses if isinstance(x, Tensor)]
+    if not on_device:
+        return [float(x) for x in losses]
+    read = iter(torch.stack([x.to(widest_float(x.device)) for x in on_device]).tolist())
+    return [next(read) if isinstance(x, Tensor) else x for x in losses]
 
 
 # ready losses

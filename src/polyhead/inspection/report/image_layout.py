@@ -154,7 +154,8 @@ def measure_layer_on_image(layer: MeasuredLayer, layout: ImageLayout) -> ImageMe
 def _measure_view_on_image(view: Heads, layout: ImageLayout) -> ImageMeasurement:
     """The weight of a block is the sum over its keys, averaged over its queries."""
     heads = view.shape[-3]
-    sums, total = ImageStatsAccumulator(heads, layout.points), torch.zeros(heads, layout.queries, layout.keys)
+    sums = ImageStatsAccumulator(heads, layout.points, view.device)
+    total = torch.zeros(heads, layout.queries, layout.keys)
     lattice = layout.points.lattice
     row = _block_of_each_token(layout.points.queries, lattice.outputs, layout.block)
     column = _block_of_each_token(layout.points.keys, lattice.sizes, layout.block)
