@@ -165,9 +165,10 @@ def query_weights(
 ) -> tuple[Float[Tensor, "... heads *sizes"], Float[Tensor, "... heads"]]:
     """The weights of one query on the points, and its weight on special tokens."""
     assert isinstance(part, DensePart)
-    if index not in part.indices("queries").tolist():
+    if part.queries is not None and index not in part.queries.tolist():
         raise ValueError(f"at must be one of the queries that this view selects, got query {index}")
-    w = part._replace(queries=torch.tensor([index], device=part.call.q.device)).weights()[..., 0, :]
+    query = torch.full((1,), index, device=part.call.q.device)
+    w = part._replace(queries=query).weights()[..., 0, :]
     if part.keys is not None:
         w = w.new_zeros(*w.shape[:-1], part.call.sizes.keys).index_copy(-1, part.keys, w)
     return w[..., grid.keys :].unflatten(-1, grid.lattice.sizes), w[..., : grid.keys].sum(-1)
@@ -181,7 +182,7 @@ def plot_query(
     index = grid.query_index(at)
     on_points, on_special = (x.detach() for x in query_weights(part, grid, index))
     special = on_special.flatten().tolist() if grid.keys else None
-    heads = part.indices("heads").tolist()
+    heads = part.head_numbers
     figure = plot_over_image(on_points.flatten(0, -3), heads, image, grid.query_marker(index), special, measure)
     if row[1] > 1:
         # the rows may be windows of one image
@@ -195,7 +196,7 @@ def plot_offsets(part: Part, grid: TokenGrid, reach: int | Sequence[int], measur
     maps = average_by_offset(part, grid, reach, "around").detach()
     # a grid with one axis becomes a picture with one row
     maps = maps.unsqueeze(-2) if len(grid.lattice.sizes) == 1 else maps
-    return plot_around_query(maps.flatten(0, -3), part.indices("heads").tolist(), measure)
+    return plot_around_query(maps.flatten(0, -3), part.head_numbers, measure)
 
 
 def _check_plottable(grid: TokenGrid, axes: tuple[int, ...]) -> None:

@@ -314,9 +314,8 @@ class Heads(TensorInterface):
         if tokens is not None and not isinstance(tokens, Sequence):
             raise WrongType(f"tokens must be a list of names, got {describe_type(tokens)}")
         if around is None and image is None and at is None and grid is None:
-            heads, queries, keys = (self._part.indices(axis) for axis in ("heads", "queries", "keys"))
-            maps = self._row_heatmaps(batch, 256 if size is None else size)
-            return plot_heat_maps(maps, heads.tolist(), tokens, (len(queries), len(keys)), measure)
+            maps, part = self._row_heatmaps(batch, 256 if size is None else size), self._part
+            return plot_heat_maps(maps, part.head_numbers, tokens, (part.num_queries, part.num_keys), measure)
         for name, value in (("tokens", tokens), ("size", size)):
             if value is not None:
                 raise ValueError(
@@ -337,7 +336,7 @@ class Heads(TensorInterface):
     def _repr_html_(self) -> str:
         if not self.shape.numel():
             return text.escape(repr(self))
-        return heat_maps_html(self._row_heatmaps(0, 64), self._part.indices("heads").tolist(), repr(self))
+        return heat_maps_html(self._row_heatmaps(0, 64), self._part.head_numbers, repr(self))
 
     def _quantity_name(self) -> str:
         return "weight" if self._part.contribution_norm is None else "contribution"
@@ -355,7 +354,11 @@ class Heads(TensorInterface):
 
     def cpu(self) -> Heads:
         """A permanent copy of the view on the CPU, without gradients."""
-        return self._copy_tensors(lambda x: x.detach().to("cpu", copy=True))
+        copied = self._copy_tensors(lambda x: x.detach().to("cpu", copy=True))
+        score = copied._part.call.score.to("cpu")
+        # tensors that the score refers to without owning them
+        vars(score).update({name: x.cpu() for name, x in vars(score).items() if isinstance(x, Tensor)})
+        return copied
 
     def numpy(self) -> np.ndarray[Any, Any]:
         """The weights as a NumPy array."""

@@ -65,6 +65,11 @@ class DensePart(NamedTuple):
         return torch.arange(getattr(self.call.sizes, axis), device=self.call.q.device) if selected is None else selected
 
     @property
+    def head_numbers(self) -> list[int]:
+        """The indices of the heads as integers; only selected ones are read from a device."""
+        return list(range(self.call.sizes.heads)) if self.heads is None else self.heads.tolist()
+
+    @property
     def shape(self) -> torch.Size:
         """The shape of the weights."""
         sizes = self.call.sizes
@@ -148,6 +153,10 @@ class EdgePart(NamedTuple):
         if axis == "heads" and self.heads is not None:
             return self.heads
         return torch.arange(getattr(sizes, axis), device=device)
+
+    @property
+    def head_numbers(self) -> list[int]:
+        return list(range(self.call.sizes.heads)) if self.heads is None else self.heads.tolist()
 
     @property
     def shape(self) -> torch.Size:
