@@ -178,6 +178,8 @@ def _position_bias(
     """
     (queries, keys), device = over.whole_sizes(q.shape[-2], k.shape[-2]), q.device
     distance = torch.arange(1 - keys, max(queries, 1 - keys), device=device)
+    if over.query_shift is not None:
+        distance = distance + over.query_shift
     if lattice is None:
         return position.by_distance(distance), bias
     local = next(

@@ -73,16 +73,18 @@ class CausalModel(CheckpointModel):
             raise ValueError(
                 f"caches must have one cache per layer, {len(self.layers)}, got {len(caches)}; model.caches(batch, length) makes them"
             )
-        first = 0 if caches is None else caches[0].length
+        # how much of a static cache is filled only the device knows
+        first = 0 if caches is None or caches[0].positions_of(0) is not None else caches[0].length
         check_sequence_length(ids, self.config.positions, first, over)
         return self._run_layers(ids, over, caches)
 
     def _run_layers(
         self, ids: Tensor, over: Neighbourhood | Tensor | None, caches: Sequence[KeyValueCache] | None
     ) -> Tensor:
-        tokens, first = ids.shape[-1], 0 if caches is None else caches[0].length
-        positions = _token_positions(over, first, tokens)
-        over = self._causal_neighbourhood(over, tokens, first + tokens)
+        tokens, keys = ids.shape[-1], ids.shape[-1] if caches is None else caches[0].keys_after(ids.shape[-1])
+        at = None if caches is None else caches[0].positions_of(tokens)
+        positions = _token_positions(over, slice(keys - tokens, keys) if at is None else at)
+        over = self._causal_neighbourhood(over, tokens, keys)
         x = self.embed(ids, positions)
         with restore_caches_on_error(caches):
             for index, layer in enumerate(self.layers):
@@ -104,9 +106,13 @@ class CausalModel(CheckpointModel):
             causal = causal & Window(self.window - 1, 0)
         return causal if over is None else causal & as_neighbourhood(over)
 
-    def caches(self, batch: int | tuple[int, ...] | None, length: int) -> list[KeyValueCache]:
-        """Empty caches for the keys and values of `length` tokens, one per layer; `batch=None` for ids without a batch axis."""
-        return [layer.self_attn.cache(batch, length) for layer in self.layers if isinstance(layer, TransformerLayer)]
+    def caches(self, batch: int | tuple[int, ...] | None, length: int, *, static: bool = False) -> list[KeyValueCache]:
+        """Empty caches for the keys and values of `length` tokens, one per layer; `batch=None` for ids without a batch axis.
+
+        `static` is that of `MultiHeadAttention.cache`: for steps that are captured in a CUDA graph.
+        """
+        layers = [layer for layer in self.layers if isinstance(layer, TransformerLayer)]
+        return [layer.self_attn.cache(batch, length, static=static) for layer in layers]
 
     def generate(
         self,
@@ -169,21 +175,24 @@ class CausalModel(CheckpointModel):
                 nn.init.zeros_(module.bias)
 
 
-def _token_positions(over: Neighbourhood | Tensor | None, first: int, tokens: int) -> slice | Int[Tensor, "... tokens"]:
-    """The positions of tokens that follow `first` cached ones: real tokens count from 0 in each text, wherever it is padded."""
+def _token_positions(
+    over: Neighbourhood | Tensor | None, at: slice | Int[Tensor, " tokens"]
+) -> slice | Int[Tensor, "... tokens"]:
+    """The positions of the tokens `at` these keys: real tokens count from 0 in each text, wherever it is padded."""
     if isinstance(over, Neighbourhood) and over.item_indices is not None:
         # this process has some tokens of a sequence: it takes theirs of the positions of all
-        length, own = over.whole_sizes(tokens, tokens)[0], over.item_indices[0]
-        positions = _token_positions(over.whole, 0, length)
+        own = over.item_indices[0]
+        positions = _token_positions(over.whole, slice(0, over.whole_sizes(len(own), len(own))[0]))
         return own if isinstance(positions, slice) else positions[..., own.to(positions.device)]
     parts = intersection_parts(over) if isinstance(over, Neighbourhood) else ()
     padding = next((part for part in parts if isinstance(part, Padding)), None)
     # texts given by their lengths start at 0
     if padding is None or padding.keys is None:
-        return slice(first, first + tokens)
+        return at
     if padding.keep is not None:
-        return (padding.keep.cumsum(-1) - 1).clamp(min=0)[..., first : first + tokens]
-    return (torch.arange(first, first + tokens, device=padding.first.device) - padding.first[..., None]).clamp(min=0)
+        return (padding.keep.cumsum(-1) - 1).clamp(min=0)[..., at]
+    key = torch.arange(at.start, at.stop, device=padding.first.device) if isinstance(at, slice) else at
+    return (key - padding.first[..., None]).clamp(min=0)
 
 
 def _left_padding_mask(over: Padding, ids: Tensor, length: int) -> Bool[Tensor, "batch length"]:

@@ -81,6 +81,11 @@ class Neighbourhood(ABC):
         """The indices of queries and keys in the whole attention, if it has further parts elsewhere; None if it is whole."""
         return None
 
+    @property
+    def query_shift(self) -> Int[Tensor, ""] | None:
+        """How far the last query is before the last key, where only the device knows it; None where it is at the last key."""
+        return None
+
     def start_fetch(self, *rows: Float[Tensor, "... own features"]) -> Callable[[], tuple[Tensor, ...]]:
         """Start to fetch the rows of remote keys. The result waits for them: it returns the rows of all keys, own ones first."""
         return lambda: rows

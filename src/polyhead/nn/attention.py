@@ -285,7 +285,7 @@ class MultiHeadAttention(nn.Module):
             key = query if key is None else key
             value = key if value is None else value
             check_qkv_inputs(self, query, key, value)
-            keys = key.shape[-2] + (0 if cache is None else cache.length)
+            keys = key.shape[-2] if cache is None else cache.keys_after(key.shape[-2])
         if type(over) is not Dense:
             over = over.bind_self_attention(key is query)
             over.check(Sizes(tuple(query.shape[:-2]), self.num_heads, query.shape[-2], keys))
@@ -306,16 +306,20 @@ class MultiHeadAttention(nn.Module):
                 unpadding = find_unpadding(over, query)
             q, k, v = project_qkv(self, query, key, value, unpadding)
             points = None if self.position is None else item_coordinates(over, lattice, k.device)[1]
-            k, v = self._normalise_and_rotate_keys(k, v, 0 if cache is None else cache.length, points)
+            at = None if cache is None else cache.positions_of(k.shape[-2])
+            points = points if at is None else at[:, None]
+            k, v = self._normalise_and_rotate_keys(k, v, keys - k.shape[-2], points)
         if self.q_norm is not None:
             q = self.q_norm(q)
         if self.position is not None:
-            points, _ = item_coordinates(over, lattice, q.device)
+            at = None if cache is None else cache.positions_of(q.shape[-2])
+            points = item_coordinates(over, lattice, q.device)[0] if at is None else at[:, None]
             q = self.position.rotate(q, keys - q.shape[-2], points)
         options = options._replace(over=over)
         if cache is None:
             return make_call(q, k, v, options, lattice), unpadding
         with cache.append_with_rollback(k, v):
+            options = options._replace(over=cache.visible_keys(over, q.shape[-2]))
             return make_call(q, cache.k, cache.v, options, lattice), unpadding
 
     def _normalise_and_rotate_keys(
@@ -342,13 +346,19 @@ class MultiHeadAttention(nn.Module):
         return KeyValues(*self._normalise_and_rotate_keys(k, v, 0, None))
 
     def cache(
-        self, batch: int | tuple[int, ...] | None, length: int, *, dtype: torch.dtype | None = None
+        self,
+        batch: int | tuple[int, ...] | None,
+        length: int,
+        *,
+        dtype: torch.dtype | None = None,
+        static: bool = False,
     ) -> KeyValueCache:
         """An empty cache for `length` keys and values of a batch; `batch=None` for input without a batch axis.
 
-        The dtype is by default that of the projected keys: the weights' dtype, or autocast's.
+        The dtype is by default that of the projected keys: the weights' dtype, or autocast's. With `static` the filled length
+        lies on the device and shapes are fixed, as CUDA graphs need it: each step reads all `length` positions.
         """
-        return allocate_cache(self, batch, length, dtype)
+        return allocate_cache(self, batch, length, dtype, static)
 
     @property
     def manifold(self) -> dict[str, Stiefel]:

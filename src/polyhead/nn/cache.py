@@ -7,12 +7,13 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from polyhead._checks import check_dense_tensor, check_integer, check_integers, check_numel, is_integer
 
 if TYPE_CHECKING:
+    from polyhead.neighbourhood import Neighbourhood
     from polyhead.nn.attention import MultiHeadAttention
 
 
@@ -35,11 +36,32 @@ class KeyValueCache:
     def __init__(
         self, k: Float[Tensor, "... heads capacity dim"], v: Float[Tensor, "... heads capacity value_dim"]
     ) -> None:
-        _check_key_value_shapes(k, v, "capacity")
+        check_key_value_shapes(k, v, "capacity")
         self._k, self._v = k, v
         self.length = 0
         # incremented when filled positions are dropped: older views are then stale
         self.generation = 0
+
+    def keys_after(self, new: int) -> int:
+        """The number of keys that a call with `new` items attends to."""
+        return self.length + new
+
+    def positions_of(self, new: int) -> Int[Tensor, " new"] | None:
+        """The positions of the next `new` items; None if they follow from `keys_after`."""
+        return None
+
+    def visible_keys(self, over: Neighbourhood, new: int) -> Neighbourhood:
+        """The neighbourhood of the last `new` items, which are in the cache already."""
+        return over
+
+    def mark(self) -> int | Tensor:
+        """The present length, to which `rewind` returns."""
+        return self.length
+
+    def rewind(self, mark: int | Tensor) -> None:
+        """Drop what was appended since the mark. If a view has seen it, increment `generation` too."""
+        assert isinstance(mark, int)
+        self.length = mark
 
     @property
     def capacity(self) -> int:
@@ -55,13 +77,23 @@ class KeyValueCache:
 
     def append(self, k: Float[Tensor, "... heads new dim"], v: Float[Tensor, "... heads new value_dim"]) -> None:
         """Append new keys and values."""
-        _check_key_value_shapes(k, v, "new")
+        check_key_value_shapes(k, v, "new")
         new = k.shape[-2]
-        if self.length + new > self.capacity:
+        self._check_room(self.length, new)
+        self._check_fits(k, v)
+        self._k.narrow(-2, self.length, new).copy_(k)
+        self._v.narrow(-2, self.length, new).copy_(v)
+        self.length += new
+
+    def _check_room(self, filled: int, new: int) -> None:
+        if filled + new > self.capacity:
             raise ValueError(
-                f"cache must have room for {new} more positions, got {self.length} of {self.capacity} filled; "
+                f"cache must have room for {new} more positions, got {filled} of {self.capacity} filled; "
                 "make a longer one with mha.cache(batch, length), or drop some with cache.truncate(length)"
             )
+
+    def _check_fits(self, k: Tensor, v: Tensor) -> None:
+        """Raise where new keys and values cannot be written into the cache."""
         if k.dtype != self._k.dtype:
             raise ValueError(
                 f"cache must have the dtype of the keys, {k.dtype}, got {self._k.dtype}; "
@@ -78,22 +110,18 @@ class KeyValueCache:
             )
         if k.requires_grad or v.requires_grad:
             raise ValueError("cache is written in place, without gradients; call the layer under torch.no_grad()")
-        self._k.narrow(-2, self.length, new).copy_(k)
-        self._v.narrow(-2, self.length, new).copy_(v)
-        self.length += new
 
     @contextmanager
     def append_with_rollback(
         self, k: Float[Tensor, "... heads new dim"], v: Float[Tensor, "... heads new value_dim"]
     ) -> Iterator[None]:
         """Append new keys and values; remove them again if an error occurs in the context."""
-        before = self.length
+        before = self.mark()
         self.append(k, v)
         try:
             yield
         except BaseException:
-            # no view has seen the new positions, so older views stay valid
-            self.length = before
+            self.rewind(before)
             raise
 
     def truncate(self, length: int) -> None:
@@ -107,9 +135,16 @@ class KeyValueCache:
 
 
 def allocate_cache(
-    layer: MultiHeadAttention, batch: int | tuple[int, ...] | None, length: int, dtype: torch.dtype | None
+    layer: MultiHeadAttention,
+    batch: int | tuple[int, ...] | None,
+    length: int,
+    dtype: torch.dtype | None,
+    static: bool = False,
 ) -> KeyValueCache:
     """A cache for a layer: see `MultiHeadAttention.cache`."""
+    # a static cache is a cache: that file imports this one
+    from polyhead.nn.static_cache import StaticKeyValueCache, check_static_position
+
     lead = [] if batch is None else check_integers("batch", [batch] if is_integer(batch) else batch)
     length = check_integer("length", length)
     check_numel("the cache", (*lead, layer.kv_heads, length, max(layer.head_dim, layer.value_dim)))
@@ -124,10 +159,13 @@ def allocate_cache(
         k, v = (torch.empty(shape, dtype=dtype, device=device) for shape in shapes)
     except RuntimeError as error:
         raise MemoryError(f"batch, length: not enough memory for keys and values of {shapes[0]}: {error}") from None
-    return KeyValueCache(k, v)
+    if not static:
+        return KeyValueCache(k, v)
+    check_static_position(layer.position)
+    return StaticKeyValueCache(k, v)
 
 
-def _check_key_value_shapes(k: Tensor, v: Tensor, items: str) -> None:
+def check_key_value_shapes(k: Tensor, v: Tensor, items: str) -> None:
     """Raise unless keys and values have the same number of items."""
     for name, x in (("k", k), ("v", v)):
         if check_dense_tensor(name, x, f"(..., heads, {items}, dim)").dim() < 3:
@@ -142,10 +180,12 @@ def _check_key_value_shapes(k: Tensor, v: Tensor, items: str) -> None:
 @contextmanager
 def restore_caches_on_error(caches: Sequence[KeyValueCache] | None) -> Iterator[None]:
     """Restore the lengths of several caches if an error occurs: a step is appended to all of them or to none."""
-    before = [cache.length for cache in caches or ()]
+    before = [cache.mark() for cache in caches or ()]
     try:
         yield
     except BaseException:
-        for cache, length in zip(caches or (), before, strict=True):
-            cache.truncate(length)
+        for cache, mark in zip(caches or (), before, strict=True):
+            # only the device knows whether a static cache has grown
+            cache.generation += not isinstance(mark, int) or mark < cache.length
+            cache.rewind(mark)
         raise

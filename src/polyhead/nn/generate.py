@@ -20,6 +20,9 @@ from polyhead._checks import (
     is_integer,
 )
 
+# On a device: the tokens that are generated between two questions whether every row has ended.
+_TOKENS_PER_QUESTION = 16
+
 
 class Sampler(NamedTuple):
     """How the next token is chosen: greedily at temperature 0, else sampled, from the `top_k` or `top_p` most likely tokens."""
@@ -58,7 +61,9 @@ class Sampler(NamedTuple):
             excluded = sorted_.cumsum(-1) - sorted_ >= self.top_p
             excluded[:, 0] = False
             probabilities = probabilities.masked_fill(torch.zeros_like(excluded).scatter(1, order, excluded), 0.0)
-        return torch.multinomial(probabilities, 1, generator=self.generator)[:, 0]
+        # what torch.multinomial computes, without its check of the values, for which the host waits
+        noise = torch.empty_like(probabilities).exponential_(1, generator=self.generator)
+        return (probabilities / noise).argmax(-1)
 
 
 def check_eval_mode(model: nn.Module) -> None:
@@ -123,7 +128,14 @@ def generate_tokens(
                 new = torch.where(ended, generated[-1], new)
             ended = torch.isin(new, stops)
         generated.append(new)
-        if ended is not None and bool(ended.all()):
+        # on a device the host waits for the answer, so it asks rarely
+        asks = prompt.is_cpu or len(generated) % _TOKENS_PER_QUESTION == 0
+        if ended is not None and asks and bool(ended.all()):
             break
         inputs = new[:, None]
-    return torch.stack(generated, 1)
+    tokens = torch.stack(generated, 1)
+    if stops is None or prompt.is_cpu:
+        return tokens
+    # up to the first token at which every row has ended; further ones repeat it
+    ended_rows = torch.isin(tokens, stops).int().cummax(1).values
+    return tokens[:, : int((ended_rows.amin(0) == 0).sum()) + 1]
