@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from benchmarks import simulated_device
 from benchmarks.case import CaseError
+from benchmarks.device_work import WORK, count_work
 from benchmarks.simulated_device import Counts, count, host_of
 from polyhead import (
     GAT,
@@ -221,12 +222,16 @@ def print_counts(names: Sequence[str]) -> None:
     Raises:
         ValueError: where no case is chosen.
     """
-    chosen = [case for case in cases() if not names or any(name in str(case) for name in names)]
-    if not chosen:
+    is_chosen = lambda case: not names or any(name in str(case) for name in names)
+    chosen, work = list(filter(is_chosen, cases())), list(filter(is_chosen, WORK))
+    if not chosen and not work:
         raise ValueError(f"no case of devices has {' or '.join(names)} in its name; one is {next(cases())}")
-    width = max(len(str(case)) for case in chosen)
+    width = max(len(str(case)) for case in (*chosen, *work))
     print("launches + waits + copies from the host, counted on a simulated device, which is not a GPU")
     print(f"{'case':{width}}  {'kernel':11}  {'make':>10}  {'forward':>10}  {'backward':>10}")
+    show = lambda counts: f"{counts.launches}+{counts.waits}+{counts.uploads}"
     for line in (counted_torch(), *map(counted, chosen)):
-        numbers = (f"{c.launches}+{c.waits}+{c.uploads}" for c in (line.make, line.forward, line.backward))
+        numbers = map(show, (line.make, line.forward, line.backward))
         print(f"{line.case:{width}}  {line.kernel:11}  " + "  ".join(f"{text:>10}" for text in numbers), flush=True)
+    for name in work:
+        print(f"{name:{width}}  {'':11}  {'':>10}  {show(count_work(name)):>10}", flush=True)

@@ -92,7 +92,7 @@ def ablate_embedding(
     check_dense_tensor("ids", ids, "(tokens,)")
     with torch.no_grad():
         with capture(model) as seen:
-            before = embed(ids[None]).double()
+            before = _widen(embed(ids[None]))
         if not seen:
             raise ValueError(f"model: {NO_ATTENTION_SEEN}")
         every = [Head(name, head) for name in seen for head in range(_count_heads(seen, name))]
@@ -106,7 +106,8 @@ def ablate_embedding(
                 for name in sizes:
                     removed = [(row, head.head) for row, head in enumerate(batch) if head.name == name]
                     seen.edit(name, partial(_ablate_one_head_per_row, remove, removed))
-                changes.append(1 - F.cosine_similarity(embed(ids.expand(len(batch), -1)).double(), before, dim=-1))
+                changed = _widen(embed(ids.expand(len(batch), -1)))
+                changes.append(1 - F.cosine_similarity(changed, before, dim=-1))
     split = torch.cat(changes).float().cpu().split(list(sizes.values()))
     return Effect(0.0, dict(zip(sizes, split, strict=True)))
 
@@ -324,4 +325,8 @@ def embedding_change_loss(embed: Callable[[], Float[Tensor, "... dim"]]) -> Loss
     _check_callable("embed", embed)
     with torch.no_grad():
         before = embed().detach().clone()
-    return lambda: 1 - F.cosine_similarity(embed().double(), before.double(), dim=-1).mean()
+    return lambda: 1 - F.cosine_similarity(_widen(embed()), _widen(before), dim=-1).mean()
+
+
+def _widen(x: Tensor) -> Tensor:
+    return x.to(widest_float(x.device))

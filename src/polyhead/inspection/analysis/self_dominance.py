@@ -40,7 +40,7 @@ class SelfDominance(NamedTuple):
     @property
     def share_peaking_on_self(self) -> Float[Tensor, "..."]:
         """The fraction of tokens that peak on themselves, over the last axis."""
-        return self.peaks_on_self.double().mean(-1)
+        return self.peaks_on_self.to(self.margin.dtype).mean(-1)
 
     def __repr__(self) -> str:
         shape = tuple(self.margin.shape)

@@ -217,7 +217,7 @@ def _mean_angle_of_random_subspaces(layer: MultiHeadAttention, letter: Projectio
 
 
 def _draw_angles(axis: Any, letter: str, angles: Float[Tensor, "heads heads angles"], expected: float) -> Any:
-    grid = angles.mean(-1).double().cpu().numpy()
+    grid = angles.mean(-1).cpu().double().numpy()
     number = len(grid)
     picture = axis.imshow(grid, vmin=0.0, vmax=90.0, cmap="Blues_r", interpolation="nearest")
     pairs = grid.sum() / (number * (number - 1)) if number > 1 else 0.0
@@ -237,7 +237,7 @@ def _draw_angles(axis: Any, letter: str, angles: Float[Tensor, "heads heads angl
 
 
 def _draw_variance_shares(axis: Any, found: CapturedVariance) -> None:
-    shares = found.heads.double().cpu().numpy()
+    shares = found.heads.cpu().double().numpy()
     axis.bar(range(len(shares)), shares, color="#2171b5", width=0.75)
     axis.axhline(found.best, color="black", linewidth=1.2, label="best, PCA")
     axis.axhline(found.chance, color="black", linewidth=1.2, linestyle=":", label="at random")
