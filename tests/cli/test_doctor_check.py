@@ -144,7 +144,15 @@ def test_a_case_that_cannot_be_made_is_recorded(tmp_path: Path, monkeypatch: pyt
 
 
 def test_modules_are_checked(tmp_path: Path):
-    for name in ("graph layer", "cache steps", "head metrics", "Stiefel steps", "capture", "convolution"):
+    for name in (
+        "graph layer",
+        "cache steps",
+        "cache steps, static",
+        "head metrics",
+        "Stiefel steps",
+        "capture",
+        "convolution",
+    ):
         code, report = check(tmp_path, only=f"{name} (float32)")
         assert code == 0, (name, report)
         assert len(report["cases"]) == 1

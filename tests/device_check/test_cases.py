@@ -7,9 +7,9 @@ import torch
 
 import polyhead
 from polyhead import Neighbourhood, Position, Score, attend
-from polyhead.device_check import graphs, grids, sequences
+from polyhead.device_check import graphs, grids, modules, sequences
 from polyhead.device_check.cases import CPU, list_cases
-from polyhead.device_check.devices import full_fp32_precision, supported_dtypes
+from polyhead.device_check.devices import full_fp32_precision, refuse_waits, supported_dtypes
 from polyhead.device_check.operands import SEED
 from polyhead.device_check.run import run_case
 from polyhead.neighbourhood import intersection_parts
@@ -104,3 +104,27 @@ def test_the_precision_of_products_is_restored():
         assert torch.get_float32_matmul_precision() == "high"
     finally:
         torch.set_float32_matmul_precision(before)
+
+
+def test_waits_of_the_host_are_refused_on_cuda(monkeypatch: pytest.MonkeyPatch):
+    """Shown without a GPU: the cases are listed for it, the warm-up comes first, and torch's setting is restored."""
+    names = [case.name for case in list_cases([torch.float32], "no waits", torch.device("cuda"))]
+    assert names == [*modules.ON_CUDA] and not list_cases([torch.float32], "no waits")
+    said: list[str] = []
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: "before")
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", said.append)
+    with refuse_waits(torch.device("cuda")):
+        assert said == ["error"]
+    assert said == ["error", "before"]
+    with refuse_waits(CPU):
+        assert said == ["error", "before"]
+
+
+@pytest.mark.parametrize("name", modules.ON_CUDA)
+def test_a_second_call_of_a_layer_gives_the_same(name: str):
+    torch.manual_seed(0)
+    once = modules.MODULES[name.partition(",")[0]](CPU, torch.float64)
+    torch.manual_seed(0)
+    again = modules.ON_CUDA[name](CPU, torch.float64)
+    assert once.results.keys() == again.results.keys()
+    assert all(torch.equal(once.results[key], again.results[key]) for key in once.results)

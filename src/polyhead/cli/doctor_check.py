@@ -36,7 +36,7 @@ def run_check(arguments: argparse.Namespace, facts: dict[str, str]) -> int:
     except (OSError, ValueError) as error:
         arguments.usage_error(str(error))
     dtypes = supported_dtypes(device)
-    cases, timed = list_cases(dtypes, arguments.only), list_timed_cases(device, arguments.only)
+    cases, timed = list_cases(dtypes, arguments.only, device), list_timed_cases(device, arguments.only)
     if not cases and not timed:
         arguments.usage_error(
             f"--only must be a part of the name of a case, got {arguments.only!r}; names are such as 'window: plain (float32)', "

@@ -39,7 +39,7 @@ class Case(NamedTuple):
         return f"{self.name} ({str(self.dtype)[6:]})"
 
 
-def list_cases(dtypes: list[torch.dtype], only: str | None = None) -> list[Case]:
+def list_cases(dtypes: list[torch.dtype], only: str | None = None, device: torch.device = CPU) -> list[Case]:
     """The cases of a device with these dtypes; those whose name contains `only`, as printed."""
     cases = [
         Case(name, dtype, partial(_prepare_attention, name, make, dtype))
@@ -48,7 +48,7 @@ def list_cases(dtypes: list[torch.dtype], only: str | None = None) -> list[Case]
     ]
     cases += [
         Case(name, dtype, partial(_prepare_module, name, run, dtype))
-        for name, dtype, run in modules.device_rows(dtypes)
+        for name, dtype, run in modules.device_rows(dtypes, device)
     ]
     return [case for case in cases if only is None or only in str(case)]
 

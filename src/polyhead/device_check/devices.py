@@ -98,6 +98,20 @@ def full_fp32_precision() -> Iterator[str]:
         torch.set_float32_matmul_precision(before)
 
 
+@contextmanager
+def refuse_waits(device: torch.device) -> Iterator[None]:
+    """A context in which torch raises where the host would wait for a GPU of CUDA; elsewhere torch cannot tell."""
+    if device.type != "cuda":
+        yield
+        return
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
 def synchronise(device: torch.device) -> None:
     """Wait until a device has finished its work."""
     if device.type == "mps":

@@ -6,13 +6,15 @@ Each function makes its modules and inputs on the CPU from a fixed seed, moves t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from polyhead import optim
-from polyhead.device_check.devices import move
+from polyhead.device_check.devices import move, refuse_waits
 from polyhead.inspection import capture
 from polyhead.manifold import Stiefel
 from polyhead.neighbourhood import Causal, Graph, Neighbourhood, Padding
@@ -33,11 +35,20 @@ class Outcome(NamedTuple):
 Run = Callable[[torch.device, torch.dtype], Outcome]
 
 
-def _layer_with_gradients(layer: MultiHeadAttention, x: Tensor, over: Neighbourhood) -> Outcome:
+def _layer_with_gradients(
+    layer: MultiHeadAttention, x: Tensor, over: Neighbourhood, without_waits: bool = False
+) -> Outcome:
     x = x.detach().requires_grad_()
-    output = layer(x, over=over)[0]
-    towards = torch.linspace(-1, 1, output.shape[-1], dtype=x.dtype)
-    (output * towards.to(x.device)).sum().backward()
+    features = WIDTH if layer.combine == "project" else layer.num_heads * layer.value_dim
+    towards = torch.linspace(-1, 1, features, dtype=x.dtype).to(x.device)
+    if without_waits:
+        # the first calls compile kernels, which waits
+        (layer(x, over=over)[0] * towards).sum().backward()
+        x = x.detach().requires_grad_()
+        layer.zero_grad()
+    with refuse_waits(x.device) if without_waits else nullcontext():
+        output = layer(x, over=over)[0]
+        (output * towards).sum().backward()
     gradients = {f"gradient of {name}": p.grad for name, p in [("x", x), *layer.named_parameters()]}
     return Outcome(
         layer.explain(x, over=over).kernel,
@@ -50,25 +61,25 @@ def _make_layer() -> MultiHeadAttention:
     return MultiHeadAttention(WIDTH, HEADS, kv_heads=2, position=Rotary(), sink="learned", bias=False)
 
 
-def run_layer(device: torch.device, dtype: torch.dtype) -> Outcome:
+def run_layer(device: torch.device, dtype: torch.dtype, without_waits: bool = False) -> Outcome:
     """A whole layer over padded texts, forward and backward."""
     layer, x = _make_layer().to(device, dtype), torch.randn(3, TOKENS, WIDTH).to(device, dtype)
-    return _layer_with_gradients(layer, x, move(Causal() & Padding([TOKENS, 57, 21]), device))
+    return _layer_with_gradients(layer, x, move(Causal() & Padding([TOKENS, 57, 21]), device), without_waits)
 
 
-def run_graph_layer(device: torch.device, dtype: torch.dtype) -> Outcome:
+def run_graph_layer(device: torch.device, dtype: torch.dtype, without_waits: bool = False) -> Outcome:
     """A layer of GATv2 on a graph, forward and backward."""
     layer = MultiHeadAttention(WIDTH, HEADS, head_dim=8, score="gatv2", combine="concat").to(device, dtype)
     # drawn before anything moves, since devices draw other numbers
     edges, x = torch.randint(0, TOKENS, (2, 611)), torch.randn(TOKENS, WIDTH).to(device, dtype)
-    return _layer_with_gradients(layer, x, Graph(edges, TOKENS).with_self_loops().to(device))
+    return _layer_with_gradients(layer, x, Graph(edges, TOKENS).with_self_loops().to(device), without_waits)
 
 
 @torch.no_grad()
-def run_cache_steps(device: torch.device, dtype: torch.dtype) -> Outcome:
+def run_cache_steps(device: torch.device, dtype: torch.dtype, static: bool = False) -> Outcome:
     """Decoding with a key-value cache: a chunk, then single tokens."""
     layer, x = _make_layer().to(device, dtype).eval(), torch.randn(2, 23, WIDTH).to(device, dtype)
-    cache = layer.cache(2, 23)
+    cache = layer.cache(2, 23, static=static)
     chunk = layer(x[:, :11], over=Causal(), cache=cache)[0]
     steps = [layer(x[:, i : i + 1], cache=cache)[0] for i in range(11, 23)]
     return Outcome("cache", {"output": torch.cat((chunk, *steps), 1)})
@@ -131,16 +142,24 @@ MODULES: dict[str, Run] = {
     "layer": run_layer,
     "graph layer": run_graph_layer,
     "cache steps": run_cache_steps,
+    "cache steps, static": partial(run_cache_steps, static=True),
     "head metrics": run_head_metrics,
     "Stiefel steps": run_stiefel_steps,
     "capture": run_capture,
     "convolution": run_convolution,
 }
 
+# where torch can tell that the host waits
+ON_CUDA: dict[str, Run] = {
+    "layer, no waits of the host": partial(run_layer, without_waits=True),
+    "graph layer, no waits of the host": partial(run_graph_layer, without_waits=True),
+}
 
-def device_rows(dtypes: list[torch.dtype]) -> Iterator[tuple[str, torch.dtype, Run]]:
+
+def device_rows(dtypes: list[torch.dtype], device: torch.device) -> Iterator[tuple[str, torch.dtype, Run]]:
     """The rows for a device with these dtypes: a name, a dtype, and what runs."""
+    runs = {**MODULES, **ON_CUDA} if device.type == "cuda" else MODULES
     for dtype in (torch.float32, torch.float64):
         if dtype in dtypes:
-            for name, run in MODULES.items():
+            for name, run in runs.items():
                 yield name, dtype, run
