@@ -49,6 +49,7 @@ def test_lengths_windows_and_grids_are_not_compiled_again(flex_on_cpu: None):
     families = {
         "window": lambda n, i: {"over": Window(i + 2, 3 * i), "items": n},
         "padding": lambda n, i: {"over": Causal() & Padding([n, i + 1], queries=True), "items": n},
+        "expression": lambda n, i: {"over": (Causal() | Padding([n, i + 1])) & ~Window(i + 2), "items": n},
         "mask": lambda n, i: {"over": Mask(torch.rand(n, n) > 0.4), "items": n},
         "grid": lambda n, i: {"over": Grid(n // 10, 10, window=2 * i + 3, prefix=i + 1), "items": n // 10 * 10 + i + 1},
         "dropout": lambda n, i: {"over": Causal(), "items": n, "dropout": 0.1 * (i + 1), "seed": i},
