@@ -269,7 +269,7 @@ def hint_for_over(value: object) -> str:
     if hasattr(value, "edge_index"):
         return "; pass over=Graph(data)"
     if isinstance(value, (list, tuple)) and any(hasattr(part, "allows") for part in value):
-        return "; join neighbourhoods with &"
+        return "; join neighbourhoods with & or |"
     if isinstance(value, str) and value.lower() == "causal":
         return "; pass Causal()"
     if callable(getattr(value, "mask_mod", None)):

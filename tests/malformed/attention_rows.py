@@ -28,6 +28,7 @@ from polyhead import (
     attend,
     attention_weights,
     explain,
+    from_mask_mod,
 )
 
 X = torch.randn(2, 4, 5, 8)
@@ -71,10 +72,10 @@ ATTEND = [
     Row("attend", "over is a string", lambda: to(over="causal"), r"^over must be a neighbourhood .*, got str; pass Causal\(\)$"),
     Row("attend", "over is a class", lambda: to(over=Causal), "^over must be a neighbourhood .*, got the class Causal; pass an instance, Causal"),
     Row("attend", "over is a list", lambda: to(over=[[True]]), "^over must be a neighbourhood .*, got list"),
-    Row("attend", "over is two neighbourhoods", lambda: to(over=[Causal(), Window(2)]), "^over must be a neighbourhood .*, got list; join neighbourhoods with &$"),
+    Row("attend", "over is two neighbourhoods", lambda: to(over=[Causal(), Window(2)]), "^over must be a neighbourhood .*, got list; join neighbourhoods with & or [|]$"),
     Row("attend", "over is a number", lambda: to(over=3), "^over must be a neighbourhood .*, got int"),
     Row("attend", "over is an array", lambda: to(over=np.ones((5, 5), bool)), "^over must be a neighbourhood .*, got ndarray .*pass torch.as_tensor"),
-    Row("attend", "over is a function", lambda: to(over=lambda b, h, q, k: q >= k), "^over must be a neighbourhood .*, got function; a predicate .*allows"),
+    Row("attend", "over is a function", lambda: to(over=lambda b, h, q, k: q >= k), "^over must be a neighbourhood .*, got function; for a mask_mod .*pass from_mask_mod"),
     Row("attend", "over is an additive mask", lambda: to(over=torch.zeros(5, 5)), "^Mask: keep must be bool, .*got torch.float32"),
     Row("attend", "over is sparse", lambda: to(over=torch.eye(5).bool().to_sparse()), "^Mask: keep must be a dense tensor"),
     Row("attend", "over of other keys", lambda: to(over=torch.ones(5, 6).bool()), r"^Mask: keep must broadcast to .*got shape \(5, 6\)"),
@@ -157,6 +158,12 @@ NEIGHBOURHOODS = [
     Row("Mask", "no axis", lambda: Mask(torch.tensor(True)), r"^Mask: keep must have shape .*got \(\)"),
     Row("Mask", "one two", lambda: Mask(torch.tensor(2)), "^Mask: keep must be bool, .*got torch.int64"),
     Row("Mask", "sparse", lambda: Mask(torch.eye(3).bool().to_sparse()), "^Mask: keep must be a dense tensor"),
+    Row("from_mask_mod", "None", lambda: from_mask_mod(None), r"^mod must be a function of \(b, h, q_idx, kv_idx\), got None", TypeError),
+    Row("from_mask_mod", "a string", lambda: from_mask_mod("causal"), "^mod must be a function .*, got str", TypeError),
+    Row("from_mask_mod", "a class", lambda: from_mask_mod(Causal), "^mod must be a function .*, got the class Causal", TypeError),
+    Row("from_mask_mod", "no pairs", lambda: from_mask_mod(lambda q, k: q >= k), r"^mod must be a function .*, got \(q, k\)", TypeError),
+    Row("from_mask_mod", "returns None", lambda: from_mask_mod(lambda b, h, q, k: None), "^mod must return a bool tensor .*, got None"),
+    Row("from_mask_mod", "returns numbers", lambda: from_mask_mod(lambda b, h, q, k: q - k), "^mod must return a bool tensor .*, got .*int64"),
     *integers("Grid", "sizes", lambda x: Grid(4, x), name="Grid: sizes[1]"),
     Row("Grid", "no sizes", lambda: Grid(), r"^Grid: sizes must be one integer per axis, got \(\)"),
     Row("Grid", "sizes is None", lambda: Grid(None), "^Grid: sizes.0. must be an integer", TypeError),
