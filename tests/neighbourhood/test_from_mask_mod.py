@@ -93,6 +93,7 @@ MODS = {
     "window": (window(2), (False, False)),
     "document": (document, (False, False)),
     "document by row": (document_by_row, (True, False)),
+    "a number beside an index": (lambda b, h, q, k: DOCUMENTS[-1, q] == DOCUMENTS[0, k], (False, False)),
     "padding": (padding, (True, False)),
     "by head": (by_head, (False, True)),
     "batch and head": (lambda b, h, q, k: (q + b) % 3 >= (k * h) % 2, (True, True)),
@@ -257,6 +258,20 @@ def test_compiles():
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
     for out, expected in zip(compiled(x, over), step(x, over), strict=True):
         torch.testing.assert_close(out, expected)
+
+
+class Model(nn.Module):
+    def __init__(self, over):
+        super().__init__()
+        self.attention, self.over = MultiHeadAttention(16, num_heads=2), over
+
+    def forward(self, x):
+        return self.attention(x, over=self.over)[0]
+
+
+def test_export_is_refused():
+    with pytest.raises(ValueError, match=r"over must not be made by from_mask_mod in torch.export, .*; pass its mask"):
+        torch.export.export(Model(from_mask_mod(causal)), (torch.randn(2, 7, 16),), strict=False)
 
 
 def test_under_vmap():

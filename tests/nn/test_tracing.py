@@ -70,6 +70,7 @@ EXPORTED: dict[str, Callable[[], nn.Module]] = {
     "wide": lambda: Over(MultiHeadAttention(MODEL, 1)),
     "causal": lambda: Over(MultiHeadAttention(MODEL, HEADS), Causal()),
     "window": lambda: Over(MultiHeadAttention(MODEL, HEADS), Window(3)),
+    "union": lambda: Over(MultiHeadAttention(MODEL, HEADS), Causal() & ~Window(5) | Window(0, 2)),
     "causal-window": lambda: Over(MultiHeadAttention(MODEL, HEADS), Causal() & Window(5)),
     "rotary": lambda: Over(MultiHeadAttention(MODEL, HEADS, position=Rotary())),
     "alibi": lambda: Over(MultiHeadAttention(MODEL, HEADS, position=ALiBi(HEADS))),

@@ -5,12 +5,12 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -137,6 +137,11 @@ def _evaluate(
 
     With `as_pairs`, the i-th query is combined with the i-th key alone.
     """
+    if torch.compiler.is_exporting():
+        raise ValueError(
+            "over must not be made by from_mask_mod in torch.export, which does not trace torch.vmap everywhere, got one; pass its "
+            "mask, over.mask(sizes, device), as an input"
+        )
     shape = (len(row), len(head), *([len(key)] if as_pairs else [len(query), len(key)]))
     # torch's vmap takes no empty axes
     if 0 in shape:
@@ -152,16 +157,24 @@ def _evaluate(
     vectorised = checked
     for in_dims in (*axes, (None, 0, None, None), (0, None, None, None)):
         vectorised = torch.vmap(vectorised, in_dims=in_dims)
-    with _index_by_operators(), torch.no_grad():
+    with _IndexByOperators(), torch.no_grad():
         return vectorised(row, head, query, key)
 
 
-def _index_by_operators() -> AbstractContextManager[Any]:
-    """Make `captured[q_idx]` an operator: an index may stand for many, and reading its value would wait for a device."""
-    # torch's compiler, to which this belongs, takes a second to import
-    from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
+class _IndexByOperators(TorchFunctionMode):
+    """Makes `captured[q_idx]` an operator: an index may stand for many, and reading its value would wait for a device."""
 
-    return TransformGetItemToIndex()
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func is Tensor.__getitem__:
+            x, index = args
+            index = index if isinstance(index, tuple) else (index,)
+            if all(isinstance(at, (Tensor, int)) for at in index):
+                # an integer beside a tensor
+                number = lambda at: torch.full((), at, dtype=torch.long, device=x.device)
+                return torch.ops.aten.index(x, [at if isinstance(at, Tensor) else number(at) for at in index])
+        return func(*args, **(kwargs or {}))
 
 
 def _check_is_mask_mod(mod: object) -> None:
@@ -199,7 +212,7 @@ def _find_read_axes(mod: MaskMod) -> tuple[bool, bool]:
     device = captured[0].device if captured else None
     row, head, query, key = (torch.zeros((), dtype=torch.long, device=device) for _ in range(4))
     watch = _ReadWatch(row, head)
-    with _index_by_operators(), torch.no_grad(), watch:
+    with _IndexByOperators(), torch.no_grad(), watch:
         allowed = mod(row, head, query, key)
     _check_result(mod, allowed)
     return watch.is_read(row), watch.is_read(head)
