@@ -42,6 +42,8 @@ def flex_on_cpu(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(support, "DEVICE_TYPES", ("cpu",))
     monkeypatch.setattr(support, "DTYPES", (*support.DTYPES, torch.float64))
     monkeypatch.setattr(support, "_reasons", {})
+    # Triton makes the code for a device; without one it need not be installed
+    monkeypatch.setattr(support, "_software_refuses", lambda: None)
     monkeypatch.setattr(compiled, "BACKEND", "eager")
     # torch refuses gradients there, which its code for the CPU lacks
     monkeypatch.setattr(flex_attention, "_validate_device", lambda *tensors: None)
