@@ -1,7 +1,7 @@
 """The kernel `flex` against the reference, in value and gradient, for every neighbourhood and option.
 
 `flex` runs here on the CPU: everything of ours, and torch's flex_attention up to the code for the device, in place of which torch
-computes its dense definition. `test_flex_lowering.py` makes the code for devices.
+computes its dense definition.
 """
 
 from __future__ import annotations
