@@ -6,11 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from polyhead._checks import short_repr
-from polyhead.neighbourhood import Neighbourhood
 
 # the first is checked on every case
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
@@ -118,9 +115,3 @@ def synchronise(device: torch.device) -> None:
         torch.mps.synchronize()
     elif device.type != "cpu":
         getattr(torch, device.type).synchronize(device)
-
-
-def move(over: Neighbourhood, device: torch.device) -> Neighbourhood:
-    """A neighbourhood with its tensors on a device."""
-    moved: Neighbourhood = pytree.tree_map_only(Tensor, lambda x: x.to(device), over)
-    return moved

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from polyhead import optim
-from polyhead.device_check.devices import move, refuse_waits
+from polyhead.device_check.devices import refuse_waits
 from polyhead.inspection import capture
 from polyhead.manifold import Stiefel
 from polyhead.neighbourhood import Causal, Graph, Neighbourhood, Padding
@@ -64,7 +64,7 @@ def _make_layer() -> MultiHeadAttention:
 def run_layer(device: torch.device, dtype: torch.dtype, without_waits: bool = False) -> Outcome:
     """A whole layer over padded texts, forward and backward."""
     layer, x = _make_layer().to(device, dtype), torch.randn(3, TOKENS, WIDTH).to(device, dtype)
-    return _layer_with_gradients(layer, x, move(Causal() & Padding([TOKENS, 57, 21]), device), without_waits)
+    return _layer_with_gradients(layer, x, (Causal() & Padding([TOKENS, 57, 21])).to(device), without_waits)
 
 
 def run_graph_layer(device: torch.device, dtype: torch.dtype, without_waits: bool = False) -> Outcome:

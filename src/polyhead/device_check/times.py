@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from polyhead.attend import attend, explain
-from polyhead.device_check.devices import full_fp32_precision, move
+from polyhead.device_check.devices import full_fp32_precision
 from polyhead.device_check.run import TOLERANCES
 from polyhead.device_check.timing import interleaved
 from polyhead.inspection.progress import Progress, wrap_with_progress
@@ -149,7 +149,7 @@ def _make_sequence(over: Neighbourhood, batch: int, items: int, device: torch.de
     mask = (
         None if over.full or causal else over.mask(Sizes((batch,), HEADS, items, items), torch.device("cpu")).to(device)
     )
-    over = move(over, device)
+    over = over.to(device)
     return Sides(
         explain(q, k, v, over=over).kernel,
         lambda: attend(q, k, v, over=over),
