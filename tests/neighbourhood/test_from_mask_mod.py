@@ -298,6 +298,52 @@ def test_captured_values_tell_functions_apart():
     assert fingerprint(from_mask_mod(Documents(DOCUMENTS[0]))) != fingerprint(from_mask_mod(Documents(DOCUMENTS[1])))
 
 
+class Held:
+    """Holds a mask in every way in which Python lets an object hold one."""
+
+    __slots__ = ("__dict__", "in_slot")
+    of_class = torch.arange(7) < 3
+
+    def __init__(self):
+        self.own = self.in_slot = torch.arange(7) < 3
+
+    @property
+    def by_property(self):
+        return self.own
+
+    def by_method(self, q):
+        return self.own[q]
+
+
+def read_own(held, q):
+    return held.own[q]
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda held, q: held.own[q],
+        lambda held, q: held.in_slot[q],
+        lambda held, q: held.of_class[q],
+        lambda held, q: held.by_property[q],
+        lambda held, q: held.by_method(q),
+        read_own,
+    ],
+    ids=["attribute", "slot", "class", "property", "method", "helper"],
+)
+def test_tensors_that_an_object_holds_are_found(read):
+    held = Held()
+    over = from_mask_mod(lambda b, h, q, k: read(held, q))
+    assert any(x is held.own or x is Held.of_class for x in over.leaves())
+
+
+def test_captured_values_tell_functions_of_torch_apart():
+    smaller = lambda b, h, q, k: torch.minimum(q, k) > 2
+    larger = lambda b, h, q, k: torch.maximum(q, k) > 2
+    assert captured_values(smaller) != captured_values(larger)
+    assert fingerprint(from_mask_mod(smaller)) != fingerprint(from_mask_mod(larger))
+
+
 @pytest.mark.parametrize(
     ("make", "kind", "message"),
     [
