@@ -34,6 +34,14 @@ def can_keep_tensors(device: torch.device) -> bool:
     return device.type != "cuda" or not torch.cuda.is_current_stream_capturing()
 
 
+def current_stream_id(device: torch.device) -> int:
+    """The stream that work on a device is queued on now; a tensor that is kept may be read on another before it is written."""
+    if device.type not in ("cuda", "xpu"):
+        return 0
+    stream: int = torch.accelerator.current_stream(device).stream_id
+    return stream
+
+
 def under_transform() -> bool:
     """Whether torch.func (vmap, grad, jvp, …) or forward-mode differentiation is active, for which fused operators have no rules."""
     # by depth: under torch.compile, peeking at the interpreter stack always finds an interpreter

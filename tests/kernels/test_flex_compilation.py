@@ -141,6 +141,20 @@ def test_lists_are_made_once_for_equal_neighbourhoods():
     assert lists_of(Window(7), 300) is not lists_of(Window(7), 301)
 
 
+def test_lists_of_some_rows_of_a_batch():
+    over = Padding(torch.tensor([300, 4])).select_batch_rows((2,), (slice(1, 2),))
+    assert lists_of(over, 300, (1,)) is lists_of(over, 300, (1,))
+    assert lists_of(over, 300, (1,)).keys.number.tolist() == [[[1, 1, 1]]]
+
+
+def test_each_stream_has_lists_of_its_own(monkeypatch: pytest.MonkeyPatch):
+    """There is no GPU here: this shows that the stream is asked for, not what a GPU would do."""
+    first = lists_of(Window(7), 300)
+    monkeypatch.setattr(list_cache, "current_stream_id", lambda device: 1)
+    assert lists_of(Window(7), 300) is not first
+    assert lists_of(Window(7), 300) is lists_of(Window(7), 300)
+
+
 def test_lists_follow_tensors_that_are_edited():
     stop = torch.tensor([300, 300])
     over = Padding(stop)

@@ -12,7 +12,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from polyhead._checks import check_integer, check_integers, short_repr
-from polyhead._torch import can_keep_tensors
+from polyhead._torch import can_keep_tensors, current_stream_id
 from polyhead.neighbourhood.base import Neighbourhood
 from polyhead.neighbourhood.shapes import Sizes
 
@@ -38,11 +38,18 @@ class Lattice(NamedTuple):
 
     def key_coordinates(self, device: torch.device) -> Int[Tensor, "keys axes"]:
         """The coordinates of the keys; prefix tokens get those of the first point. They are kept: do not change them."""
-        return (_kept_coordinates if can_keep_tensors(device) else _coordinates)(self, device)[1]
+        return self._query_and_key_coordinates(device)[1]
 
     def query_coordinates(self, device: torch.device) -> Int[Tensor, "queries axes"]:
         """The coordinates of the queries among the keys; beyond the last key where there are more outputs."""
-        return (_kept_coordinates if can_keep_tensors(device) else _coordinates)(self, device)[0]
+        return self._query_and_key_coordinates(device)[0]
+
+    def _query_and_key_coordinates(
+        self, device: torch.device
+    ) -> tuple[Int[Tensor, "queries axes"], Int[Tensor, "keys axes"]]:
+        if can_keep_tensors(device):
+            return _kept_coordinates(self, device, current_stream_id(device))
+        return _coordinates(self, device)
 
     def check(self, name: str, sizes: Sizes) -> None:
         """Raise unless there are as many keys and queries as points and prefix tokens."""
@@ -75,7 +82,8 @@ def _coordinates(
 
 
 @lru_cache(maxsize=16)
-def _kept_coordinates(lattice: Lattice, device: torch.device) -> tuple[Tensor, Tensor]:
+def _kept_coordinates(lattice: Lattice, device: torch.device, stream: int) -> tuple[Tensor, Tensor]:
+    """The coordinates, for one stream of the device each."""
     # a tensor made in inference mode could not be saved for a backward pass later
     with torch.inference_mode(False):
         return _coordinates(lattice, device)

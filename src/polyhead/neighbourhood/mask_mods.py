@@ -14,14 +14,14 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from polyhead._torch import can_keep_tensors
+from polyhead._torch import can_keep_tensors, current_stream_id
 from polyhead.neighbourhood.shapes import flatten_batch_unless_shared
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 # No sequence is longer. A larger reach would overflow int32 when it is added to a position.
 _LARGEST_REACH = 1 << 30
-_kept_numbers: dict[tuple[str, tuple[int, ...], torch.device], tuple[Tensor, ...]] = {}
+_kept_numbers: dict[tuple[str, tuple[int, ...], torch.device, int], tuple[Tensor, ...]] = {}
 _MAX_KEPT_NUMBERS = 1024
 
 
@@ -76,14 +76,16 @@ def device_numbers(role: str, numbers: tuple[int, ...], device: torch.device) ->
     """
     if not can_keep_tensors(device):
         return _fill(numbers, device)
-    at = (role, numbers, device)
-    if at not in _kept_numbers:
-        if len(_kept_numbers) >= _MAX_KEPT_NUMBERS:
-            _kept_numbers.clear()
+    at = (role, numbers, device, current_stream_id(device))
+    kept = _kept_numbers.get(at)
+    if kept is None:
         # a tensor made in inference mode could not be saved for a backward pass later
         with torch.inference_mode(False):
-            _kept_numbers[at] = _fill(numbers, device)
-    return _kept_numbers[at]
+            kept = _fill(numbers, device)
+        if len(_kept_numbers) >= _MAX_KEPT_NUMBERS:
+            _kept_numbers.clear()
+        _kept_numbers[at] = kept
+    return kept
 
 
 def _fill(numbers: tuple[int, ...], device: torch.device) -> tuple[Tensor, ...]:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from polyhead._torch import can_keep_tensors
+from polyhead._torch import can_keep_tensors, current_stream_id
 from polyhead.kernels.call import Call, key_intervals
 from polyhead.kernels.flex.block_lists import BlockLists, make_block_lists
 from polyhead.neighbourhood import Neighbourhood
@@ -28,25 +28,29 @@ _kept: OrderedDict[Hashable, _Kept] = OrderedDict()
 
 
 def block_lists_of(call: Call) -> BlockLists:
-    """The block lists of a call: those of an earlier one, if its neighbourhood had the same fields and unchanged tensors."""
+    """The block lists of a call: those of an earlier one, if its neighbourhood had the same fields and unchanged tensors.
+
+    A tensor is unchanged if torch counted no write to it; writes through `.data` and NumPy are not counted.
+    """
     exact = call.over.exact and call.dropout == 0
     make = lambda: make_block_lists(*key_intervals(call), call.sizes.keys, exact, call.over.band)
     fields = list(_fields(call.over)) if can_keep_tensors(call.q.device) else [None]
-    if None in fields:
+    if any(field is None for field in fields):
         return make()
     tensors = tuple(x for x in fields if isinstance(x, Tensor))
     key = (
         tuple(id(x) if isinstance(x, Tensor) else x for x in fields),
-        (call.sizes.batch, *call.sizes[2:], call.q.device, exact),
+        (call.sizes.batch, *call.sizes[2:], call.q.device, current_stream_id(call.q.device), exact),
     )
     versions = tuple(x._version for x in tensors)
-    found = _kept.get(key)
+    # taken out and put back as the newest, so that other threads cannot remove it in between
+    found = _kept.pop(key, None)
     if (
         found is not None
         and found.versions == versions
         and all(a() is b for a, b in zip(found.tensors, tensors, strict=True))
     ):
-        _kept.move_to_end(key)
+        _kept[key] = found
         return found.lists
     # tensors made in inference mode could not be saved for a backward pass later
     with torch.inference_mode(False), torch.no_grad():
@@ -80,5 +84,9 @@ def _flatten(value: object) -> Iterator[Any]:
         yield None if value.is_inference() else value
     elif value is None:
         yield type(None)
+    elif isinstance(value, slice):
+        # not hashable before Python 3.12
+        yield slice
+        yield from _flatten((value.start, value.stop, value.step))
     else:
-        yield value if isinstance(value, (int, float, str, slice)) else None
+        yield value if isinstance(value, (int, float, str)) else None
