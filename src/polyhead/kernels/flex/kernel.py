@@ -13,7 +13,8 @@ from polyhead.kernels.call import Call, OutputAndLse, flatten_batch, repeat_grou
 from polyhead.kernels.flex.compiled import FlexProblem, StaticOptions, run_flex
 from polyhead.kernels.flex.list_cache import block_lists_of
 from polyhead.kernels.flex.mods import make_keep_mod, make_score_mod
-from polyhead.kernels.flex.support import MAX_WIDTH, MIN_WIDTH, device_refuses
+from polyhead.kernels.flex.shared_memory import kernel_options, shared_memory_per_block, width_refuses
+from polyhead.kernels.flex.support import MIN_WIDTH, device_refuses
 from polyhead.kernels.fused import dot_product_refuses, with_unit_stride
 from polyhead.score import Dot
 
@@ -27,9 +28,10 @@ class Flex:
         reason = dot_product_refuses(call) or device_refuses(call.q.device, call.q.dtype)
         if reason is not None:
             return reason
-        widest = max(call.q.shape[-1], call.v.shape[-1])
-        if widest > MAX_WIDTH:
-            return f"heads of {widest} features do not fit into the shared memory of a GPU; {MAX_WIDTH} do"
+        width = max(call.q.shape[-1], call.v.shape[-1])
+        reason = width_refuses(width, call.q.dtype, shared_memory_per_block(call.q.device))
+        if reason is not None:
+            return reason
         learned = any(x is not None and x.requires_grad for x in (call.relative_bias, call.bias))
         if learned and torch.is_grad_enabled() and torch.are_deterministic_algorithms_enabled():
             return "it sums the gradient of a learned bias in any order, and deterministic algorithms are on"
@@ -53,7 +55,12 @@ class Flex:
             block_lists_of(call),
             keep_share,
         )
-        options = StaticOptions(call.score.factor(call.q.shape[-1]), call.sink is not None)
+        available = shared_memory_per_block(q.device)
+        options = StaticOptions(
+            call.score.factor(call.q.shape[-1]),
+            call.sink is not None,
+            kernel_options(max(q.shape[-1], v.shape[-1]), q.dtype, available),
+        )
         with without_autocast(q.device):
             out, lse = run_flex(q, k, v, problem, options)
         out = out[..., : call.v.shape[-1]]

@@ -1,4 +1,4 @@
-"""Which devices flex_attention runs on, and with which options."""
+"""Which devices, versions and dtypes flex_attention runs with."""
 
 from __future__ import annotations
 
@@ -11,10 +11,8 @@ DEVICE_TYPES = ("cuda", "xpu")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Triton multiplies matrices of at least this many columns.
 MIN_WIDTH = 16
-# Wider heads do not fit into the shared memory of all GPUs.
-MAX_WIDTH = 256
-# The Triton of torch 2.9, the first torch whose flex_attention returns what we need.
-MIN_TRITON = (3, 5)
+# The first torch whose flex_attention returns a log-sum-exp with a gradient under its present name, and the Triton it comes with.
+MIN_TORCH, MIN_TRITON = "2.9", (3, 5)
 MIN_CAPABILITY, MIN_BFLOAT16_CAPABILITY = (7, 5), (8, 0)
 
 _reasons: dict[tuple[torch.device, torch.dtype], str | None] = {}
@@ -25,19 +23,20 @@ def device_refuses(device: torch.device, dtype: torch.dtype) -> str | None:
     if device.type not in DEVICE_TYPES:
         return f"it is for {' and '.join(DEVICE_TYPES)}, and q is on {device.type}"
     if dtype not in DTYPES:
-        return f"it has no {str(dtype)[6:]}"
-    if torch.compiler.is_compiling():
-        # the compiler that calls this needs the same of the device
-        return None
+        return f"Triton has no matrix products in {str(dtype)[6:]}"
     if (device, dtype) not in _reasons:
         _reasons[device, dtype] = _software_refuses() or _hardware_refuses(device, dtype)
     return _reasons[device, dtype]
 
 
+# For the compiler the result is a constant, as by torch.compiler.assume_constant_result, which would import the compiler.
+device_refuses._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 def _software_refuses() -> str | None:
     # torch does not load it by itself
     if not hasattr(importlib.import_module("torch.nn.attention.flex_attention"), "AuxRequest"):
-        return f"it needs torch 2.9 or newer, and this is {torch.__version__}"
+        return f"it needs torch {MIN_TORCH} or newer, and this is {torch.__version__}"
     try:
         triton: Any = importlib.import_module("triton")
     except ImportError:
