@@ -18,7 +18,7 @@ from polyhead.linalg.foreach import all_finite, increment_counters
 from polyhead.manifold import Euclidean, Manifold
 from polyhead.optim.checks import check_option_names, check_saved_state, drop_none_values
 from polyhead.optim.device_failures import DeviceFailures
-from polyhead.optim.device_steps import check_gradients, counter_device, is_stepped_on_device, step_on_device
+from polyhead.optim.device_steps import check_gradients, is_stepped_on_device, step_on_device
 from polyhead.optim.groups import find_declared_manifolds, groups
 from polyhead.optim.sharded_tensors import (
     Part,
@@ -216,17 +216,17 @@ class Optimizer(torch.optim.Optimizer, abc.ABC):
         buckets: dict[Any, tuple[Part, list[Tensor], list[dict[str, Tensor]]]] = {}
         names = set(self.used_state_names(group))
         for p in params:
-            state = self.state[p]
+            state, on_device = self.state[p], is_stepped_on_device(p)
             if "step" not in state:
                 # torch's SGD does not count steps; it has a momentum after the first
-                state["step"] = torch.full((), float(bool(state)), device=counter_device(p))
-            elif state["step"].device != counter_device(p):
-                state["step"] = move_to(state["step"].float(), counter_device(p))
+                state["step"] = torch.full((), float(bool(state)), device=p.device if on_device else "cpu")
+            elif state["step"].is_cpu == on_device:
+                state["step"] = move_to(state["step"].float(), p.device if on_device else torch.device("cpu"))
             if not names <= state.keys():
                 state.update({**self.init_state(group, p), **state})
             part, own = find_part(p, group["manifold"]), own_part(p)
             # a number of steps that lies on a device is not read
-            steps = None if is_stepped_on_device(p) else state["step"].item()
+            steps = None if on_device else state["step"].item()
             alike = part, p.shape if part.is_cut else own.shape, own.stride(), p.dtype, p.device, steps
             bucket = buckets.setdefault(alike, (part, [], []))
             bucket[1].append(p)

@@ -26,12 +26,7 @@ Move = Callable[[Tensor, Tensor, Tensor, list[Tensor]], Tensor]
 
 def is_stepped_on_device(p: Tensor) -> bool:
     """Whether a parameter is on a device whose numbers the host does not read. Processes that share a DTensor must agree: they do."""
-    return p.device.type != "cpu" and not is_sharded(p)
-
-
-def counter_device(p: Tensor) -> torch.device:
-    """The device of the number of steps of a parameter."""
-    return p.device if is_stepped_on_device(p) else torch.device("cpu")
+    return not p.is_cpu and not is_sharded(p)
 
 
 def check_gradients(
