@@ -7,6 +7,7 @@ change the counts, except where a kernel works in blocks.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ from benchmarks import simulated_device
 from benchmarks.case import CaseError
 from benchmarks.device_work import WORK, count_work
 from benchmarks.simulated_device import Counts, count, host_of
+from benchmarks.simulated_flex import flex_on
 from polyhead import (
     GAT,
     ALiBi,
@@ -133,13 +135,21 @@ def cases() -> Iterator[DeviceCase]:
             yield DeviceCase(name, "dot", position)
 
 
-def counted(case: DeviceCase) -> DeviceLine:
+def counted(case: DeviceCase, *, flex: bool = True) -> DeviceLine:
     """Run a case on the CPU and on the simulated device, compare the two, and count.
+
+    Args:
+        flex: whether the device has the kernel `flex`, as CUDA with Triton has.
 
     Raises:
         CaseError: where the results differ.
     """
     device = simulated_device.install()
+    with flex_on(device) if flex else nullcontext():
+        return _counted_on(device, case)
+
+
+def _counted_on(device: torch.device, case: DeviceCase) -> DeviceLine:
     layer, on_device = _layer(case), _layer(case).to(device)
     on_device.load_state_dict(layer.state_dict())
     flat = case.neighbourhood.startswith("Graph")

@@ -92,6 +92,19 @@ def count() -> Iterator[Counts]:
         _active.remove(counts)
 
 
+_suspended: list[Counts] = []
+
+
+def suspend() -> None:
+    """Count nothing until `resume`: for the parts of a pass that stand for one kernel."""
+    _suspended[:], _active[:] = _active[:], []
+
+
+def resume() -> None:
+    """Count again."""
+    _active[:], _suspended[:] = _suspended[:], []
+
+
 @contextmanager
 def uncounted() -> Iterator[None]:
     """A context whose work is not counted."""
@@ -107,7 +120,7 @@ def count_as_one_launch(name: str, function: Callable[..., Any]) -> Callable[...
     """A function whose launches count as one: what a compiler makes one kernel of. Its waits still count."""
 
     def counted(*args: Any, **kwargs: Any) -> Any:
-        _record("launched", name)
+        record("launched", name)
         outer, inner = _active[:], Counts()
         _active[:] = [inner]
         try:
@@ -121,7 +134,8 @@ def count_as_one_launch(name: str, function: Callable[..., Any]) -> Callable[...
     return counted
 
 
-def _record(what: str, name: str) -> None:
+def record(what: str, name: str) -> None:
+    """Count a launch (`"launched"`), a wait (`"waited"`) or a copy from the host (`"uploaded"`)."""
     for counts in _active:
         getattr(counts, what)[name] += 1
 
@@ -133,7 +147,7 @@ class _BackendModule(backend_registration._DummyBackendModule):
         return [torch.bfloat16, torch.float16]
 
     def synchronize(self, device: object = None) -> None:
-        _record("waited", "synchronize")
+        record("waited", "synchronize")
 
 
 @lru_cache(maxsize=1)
@@ -210,9 +224,9 @@ def _run_on_host(operator: Operator, *args: Any, **kwargs: Any) -> Any:
     args = _wrap_numbers(operator, args)
     flat, spec = pytree.tree_flatten((args, kwargs))
     _refuse_mixed_devices(operator, flat, args)
-    _record("launched", operator._schema.name)
+    record("launched", operator._schema.name)
     if _waits(operator, args, kwargs):
-        _record("waited", operator._schema.name)
+        record("waited", operator._schema.name)
     written = _written_tensors(operator, args, kwargs)
     hosts = [_host_argument(x, id(x) in written) for x in flat]
     host_args, host_kwargs = pytree.tree_unflatten(hosts, spec)
@@ -313,7 +327,7 @@ def _copy_from(source: Tensor, target: Tensor, non_blocking: bool = False) -> Te
     """Copies, between devices and on one: a copy to the host is a wait if it blocks."""
     here, there = _is_simulated(source), _is_simulated(target)
     to_host = "downloaded" if non_blocking else "waited"
-    _record("launched" if here and there else to_host if here else "uploaded", "copy")
+    record("launched" if here and there else to_host if here else "uploaded", "copy")
     host_of(target).copy_(host_of(source))
     return target
 
@@ -343,7 +357,7 @@ def _fused_attention(
     _refuse_mixed_devices(
         _operator("_scaled_dot_product_fused_attention_overrideable"), [query, key, value, attn_bias], [query]
     )
-    _record("launched", "fused_attention")
+    record("launched", "fused_attention")
     q, k, v = map(host_of, (query, key, value))
     heads = q.shape[1]
     k, v = (x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1) for x in (k, v))
@@ -360,7 +374,7 @@ def _fused_attention_backward(
     out: Tensor, logsumexp: Tensor, cum_seq_q: Tensor | None, cum_seq_k: Tensor | None, max_q: int, max_k: int, dropout_p: float,
     is_causal: bool, philox_seed: Tensor, philox_offset: Tensor, *, scale: float | None = None,
 ) -> tuple[Any, ...]:  # fmt: skip
-    _record("launched", "fused_attention_backward")
+    record("launched", "fused_attention_backward")
     d_out, q, k, v, o, lse = map(host_of, (grad_out, query, key, value, out, logsumexp))
     heads, own = q.shape[1], (k.shape[1], v.shape[1])
     k, v = (x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1) for x in (k, v))
