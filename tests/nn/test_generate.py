@@ -145,3 +145,9 @@ def test_tiny_temperature_is_greedy() -> None:
 def test_top_k_of_equal_logits_keeps_k_tokens() -> None:
     drawn = Sampler(1.0, top_k=2).sample(torch.tensor([[1.0, 1.0, 1.0, 0.0]]).expand(300, 4))
     assert len(drawn.unique()) == 2
+
+
+def test_nan_logits_are_refused() -> None:
+    logits = torch.tensor([[0.0, 1.0], [torch.nan, 1.0]])
+    with pytest.raises(RuntimeError, match="nan"):
+        Sampler(1.0).sample(logits)

@@ -19,6 +19,7 @@ from polyhead._checks import (
     describe_type,
     is_integer,
 )
+from polyhead._torch import assert_on_device
 
 # On a device: the tokens that are generated between two questions whether every row has ended.
 _TOKENS_PER_QUESTION = 16
@@ -61,7 +62,10 @@ class Sampler(NamedTuple):
             excluded = sorted_.cumsum(-1) - sorted_ >= self.top_p
             excluded[:, 0] = False
             probabilities = probabilities.masked_fill(torch.zeros_like(excluded).scatter(1, order, excluded), 0.0)
-        # what torch.multinomial computes, without its check of the values, for which the host waits
+        if probabilities.is_cpu:
+            return torch.multinomial(probabilities, 1, generator=self.generator)[:, 0]
+        # the same numbers, without a check of the values for which the host waits
+        assert_on_device((probabilities >= 0).all(), "logits must not contain NaN")
         noise = torch.empty_like(probabilities).exponential_(1, generator=self.generator)
         return (probabilities / noise).argmax(-1)
 
