@@ -13,16 +13,16 @@ from polyhead.position import ALiBi, Position, RelativeBias, Rotary
 
 
 class StaticKeyValueCache(KeyValueCache):
-    """Keys and values (..., heads, capacity, dim), of which the first `position` are filled; a call attends to the filled ones.
+    """Keys and values (..., heads, capacity, dim), of which a call attends to the filled positions.
 
-    The host does not know the length: `length` waits for the device. So a step can be captured in a CUDA graph and replayed,
-    and each replay goes on where the last one ended.
+    How many are filled is a number on the device, `filled`. The host does not know it: `length` waits for the device. So a step
+    can be captured in a CUDA graph and replayed, and each replay goes on where the last one ended.
     """
 
     def __init__(
         self, k: Float[Tensor, "... heads capacity dim"], v: Float[Tensor, "... heads capacity value_dim"]
     ) -> None:
-        self.position: Int[Tensor, ""] = torch.zeros((), dtype=torch.long, device=k.device)
+        self.filled: Int[Tensor, ""] = torch.zeros((), dtype=torch.long, device=k.device)
         super().__init__(k, v)
         # what is not filled is read, with a weight of zero
         k.zero_()
@@ -31,11 +31,11 @@ class StaticKeyValueCache(KeyValueCache):
     @property
     def length(self) -> int:
         """The number of filled positions. Reading it waits for the device."""
-        return int(self.position)
+        return int(self.filled)
 
     @length.setter
     def length(self, length: int) -> None:
-        self.position.fill_(length)
+        self.filled.fill_(length)
 
     @property
     def k(self) -> Float[Tensor, "... heads capacity dim"]:
@@ -49,28 +49,28 @@ class StaticKeyValueCache(KeyValueCache):
         return self.capacity
 
     def positions_of(self, new: int) -> Int[Tensor, " new"]:
-        return self.position.reshape(1) if new == 1 else self.position + torch.arange(new, device=self.position.device)
+        return self.filled.reshape(1) if new == 1 else self.filled + torch.arange(new, device=self.filled.device)
 
     def visible_keys(self, over: Neighbourhood, new: int) -> Neighbourhood:
-        return FilledKeys(over, self.position.clone(), self.capacity)
+        return FilledKeys(over, self.filled.clone(), self.capacity)
 
     def append(self, k: Float[Tensor, "... heads new dim"], v: Float[Tensor, "... heads new value_dim"]) -> None:
         """Append new keys and values. Beyond the capacity this is an error, on a device that of an index out of range."""
         check_key_value_shapes(k, v, "new")
         new = k.shape[-2]
-        self._check_room(self.length if are_values_readable(self.position) else 0, new)
+        self._check_room(self.length if are_values_readable(self.filled) else 0, new)
         self._check_fits(k, v)
         at = self.positions_of(new)
         self._k.index_copy_(-2, at, k)
         self._v.index_copy_(-2, at, v)
-        self.position.add_(new)
+        self.filled.add_(new)
 
     def mark(self) -> Tensor:
-        return self.position.clone()
+        return self.filled.clone()
 
     def rewind(self, mark: int | Tensor) -> None:
         assert isinstance(mark, Tensor)
-        self.position.copy_(mark)
+        self.filled.copy_(mark)
 
     def __repr__(self) -> str:
         return f"StaticKeyValueCache(capacity={self.capacity})"
