@@ -24,6 +24,19 @@ def test_public_names():
     assert sorted(polyhead.optim.__all__) == ["Adam", "AdamW", "SGD", "check", "groups", "project", "split"]
 
 
+def test_names_that_are_imported_on_first_use():
+    """After `import polyhead` alone each is listed, and is what its own import gives."""
+    code = """
+import importlib, polyhead
+lazy = ("models", "inspection", "capture", "report", "self_dominance")
+print([name in dir(polyhead) for name in lazy])
+print([polyhead.models, polyhead.inspection] == [importlib.import_module(f"polyhead.{name}") for name in lazy[:2]])
+print([getattr(polyhead, name) is getattr(polyhead.inspection, name) for name in lazy[2:]])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout.splitlines() == [f"{[True] * 5}", "True", f"{[True] * 3}"], done.stderr
+
+
 def test_the_version_is_in_the_changelog():
     assert importlib.metadata.version("polyhead") == polyhead.__version__
     assert f"## {polyhead.__version__}" in (ROOT / "CHANGELOG.md").read_text()

@@ -74,8 +74,20 @@ __all__ = [
 ]
 
 
+# what inspects models is imported when it is first used: it takes as long as all the rest
+_FROM_INSPECTION = ("capture", "report", "self_dominance")
+_MODULES = ("inspection", "models")
+
+
 def __getattr__(name: str) -> Any:
-    """What inspects models is imported when it is first used: it takes as long as all the rest."""
-    if name not in ("capture", "report", "self_dominance"):
+    """The inspector and its functions, and the models, on first use."""
+    if name in _MODULES:
+        return importlib.import_module(f"polyhead.{name}")
+    if name not in _FROM_INSPECTION:
         raise AttributeError(f"module 'polyhead' has no attribute {name!r}")
     return getattr(importlib.import_module("polyhead.inspection"), name)
+
+
+def __dir__() -> list[str]:
+    """All names, also those that nobody has used yet."""
+    return sorted({*globals(), *_FROM_INSPECTION, *_MODULES})
