@@ -126,6 +126,45 @@ def test_equals_the_mask_that_torch_creates(name):
         torch.testing.assert_close(attend(q, k, v, over=over, kernel=kernel), attend(q, k, v, over=Mask(expected)))
 
 
+class Optional:
+    """A mask_mod that reads the batch entry, the head or neither, as its attributes say."""
+
+    ids, by_head = None, False
+
+    def __call__(self, b, h, q, k):
+        allowed = (q - k) % (h + 1) == 0 if self.by_head else q >= k
+        return allowed if self.ids is None else allowed & (self.ids[b, q] == self.ids[b, k])
+
+
+def test_indices_that_a_mask_mod_begins_to_read_are_noticed():
+    """What it reads depends on captured values, which may change after the neighbourhood was made."""
+    mod = Optional()
+    overs = from_mask_mod(mod), Window(6) & ~from_mask_mod(mod)
+    q = torch.randn(3, 2, 7, 8)
+    for mod.ids, mod.by_head in ((None, False), (DOCUMENTS, False), (None, True), (DOCUMENTS, True), (None, False)):
+        keep = create_mask(lambda b, h, q, k: mod(b, h, q, k), 3, 2, 7, 7, device="cpu")
+        for over, allowed in zip(overs, (keep, ~keep), strict=True):
+            assert torch.equal(over.mask(Sizes((3,), 2, 7, 7), CPU).expand(3, 2, 7, 7), allowed)
+            torch.testing.assert_close(attend(q, q, q, over=over), attend(q, q, q, over=Mask(allowed)))
+
+
+@pytest.mark.parametrize(
+    "mod",
+    [
+        lambda b, h, q, k: q >= k and q >= 0,
+        lambda b, h, q, k: q >= k if q < 3 else q > k,
+        lambda b, h, q, k: torch.tensor(q.item() >= k.item()),
+        lambda b, h, q, k: torch.rand(()) > 0.5,
+    ],
+)
+def test_a_mask_mod_that_needs_the_values_of_a_pair_is_refused(mod):
+    q = torch.randn(1, 1, 5, 4)
+    with pytest.raises(
+        ValueError, match=r"mod must compute with its indices as tensors .* got <lambda>.*; write a & b"
+    ):
+        attend(q, q, q, over=from_mask_mod(mod))
+
+
 def test_queries_count_from_zero():
     """As in flex_attention; ours count along the keys, so that the last query is at the last key."""
     q, k = torch.zeros(1, 1, 2, 4), torch.zeros(1, 1, 5, 4)

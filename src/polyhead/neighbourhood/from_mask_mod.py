@@ -56,6 +56,7 @@ class MaskModNeighbourhood(Neighbourhood):
     def __init__(self, mod: MaskMod) -> None:
         _check_is_mask_mod(mod)
         self.mod = mod
+        self._plain_values = _plain_values(mod)
         self.by_batch, self.by_head = _find_read_axes(mod)
         self.sizes: Sizes | None = None
         self._rows: tuple[slice, ...] = ()
@@ -69,7 +70,12 @@ class MaskModNeighbourhood(Neighbourhood):
         # selected rows belong to the batch of another call
         if sizes == self.sizes or self._rows:
             return self
-        return self._with(sizes=sizes)
+        plain_values = self._plain_values if torch.compiler.is_compiling() else _plain_values(self.mod)
+        if plain_values == self._plain_values:
+            return self._with(sizes=sizes)
+        # by other values a mask_mod may take another branch, and read other indices
+        by_batch, by_head = _find_read_axes(self.mod)
+        return self._with(sizes=sizes, by_batch=by_batch, by_head=by_head, _plain_values=plain_values)
 
     def _with(self, **changed: Any) -> MaskModNeighbourhood:
         twin = object.__new__(MaskModNeighbourhood)
@@ -127,7 +133,12 @@ class MaskModNeighbourhood(Neighbourhood):
         return tuple(x for x in captured_values(self.mod) if isinstance(x, Tensor))
 
     def __repr__(self) -> str:
-        return f"from_mask_mod({getattr(self.mod, '__name__', type(self.mod).__name__)})"
+        return f"from_mask_mod({_name(self.mod)})"
+
+
+def _name(mod: MaskMod) -> str:
+    name: str = getattr(mod, "__name__", type(mod).__name__)
+    return name
 
 
 def _evaluate(
@@ -157,8 +168,16 @@ def _evaluate(
     vectorised = checked
     for in_dims in (*axes, (None, 0, None, None), (0, None, None, None)):
         vectorised = torch.vmap(vectorised, in_dims=in_dims)
-    with _IndexByOperators(), torch.no_grad():
-        return vectorised(row, head, query, key)
+    try:
+        with _IndexByOperators(), torch.no_grad():
+            return vectorised(row, head, query, key)
+    except RuntimeError as error:
+        if not str(error).startswith("vmap:"):
+            raise
+        raise ValueError(
+            "mod must compute with its indices as tensors that stand for many pairs, without if, and, or, not, .item() or random "
+            f"numbers, got {_name(mod)}, which torch refuses; write a & b, a | b, ~a and torch.where(condition, a, b)"
+        ) from error
 
 
 class _IndexByOperators(TorchFunctionMode):
@@ -202,6 +221,13 @@ def _check_result(mod: object, allowed: object) -> None:
             f"mod must return a bool tensor without axes for a pair, got {describe_type(allowed)}; compare the indices, which are "
             "tensors, and join with &, | and ~"
         )
+
+
+def _plain_values(mod: MaskMod) -> list[object]:
+    """What a mask_mod captures, without the values of tensors, which cannot decide what it reads."""
+    if torch.compiler.is_compiling():
+        return []
+    return [(x.shape, x.dtype) if isinstance(x, Tensor) else x for x in captured_values(mod)]
 
 
 def _find_read_axes(mod: MaskMod) -> tuple[bool, bool]:
