@@ -357,6 +357,12 @@ def test_registering_twice_has_no_effect() -> None:
     assert len(mask_function._reader_by_code) == 6
 
 
+def test_masks_are_read_under_any_default_device():
+    with torch.device("meta"):
+        mask_function.collect_mask_readers(masking_utils)
+    assert len(mask_function._reader_by_code) == 6
+
+
 def test_a_missing_transformers_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(

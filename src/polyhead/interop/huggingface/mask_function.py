@@ -153,8 +153,11 @@ def _read_packed_sequences(variables: dict[str, Any], extent: _MaskExtent) -> Ne
 
 def collect_mask_readers(masks: ModuleType) -> None:
     """Find the mask functions of transformers' `masking_utils` that can be read."""
+    # the user's default device may be another one
+    with torch.device("cpu"):
+        found = _find_agreeing_readers(masks)
     _reader_by_code.clear()
-    _reader_by_code.update(_find_agreeing_readers(masks))
+    _reader_by_code.update(found)
 
 
 def _find_agreeing_readers(masks: ModuleType) -> _ReaderByCode:
