@@ -17,6 +17,7 @@ from polyhead import (
     RelativeBias,
     Segments,
     Window,
+    from_mask_mod,
     self_dominance,
 )  # fmt: skip
 from polyhead.heads.grid_view import find_token_grid
@@ -31,6 +32,10 @@ def keep(*shape):
     return torch.rand(*shape, generator=torch.Generator().manual_seed(1)) > 0.4
 
 
+def same_third(ids):
+    return lambda b, h, q_idx, kv_idx: ids[q_idx] == ids[kv_idx]
+
+
 NEIGHBOURHOODS = {
     "dense": lambda d: Dense(),
     "causal": lambda d: Causal(),
@@ -39,6 +44,9 @@ NEIGHBOURHOODS = {
     "holes": lambda d: Padding(keep(BATCH, TOKENS).to(d)),
     "segments": lambda d: Segments((torch.arange(TOKENS) // 6).to(d)),
     "mask": lambda d: Mask(keep(BATCH, HEADS, TOKENS, TOKENS).to(d)),
+    "union": lambda d: Window(2) | Padding(torch.tensor([TOKENS, 7, 0]).to(d), queries=False),
+    "complement of window": lambda d: Segments((torch.arange(TOKENS) // 6).to(d)) & ~Window(1),
+    "mask_mod": lambda d: from_mask_mod(same_third(torch.arange(TOKENS).to(d) % 3)),
     "window of padding": lambda d: Window(4) & Padding(torch.tensor([TOKENS, 7, 0]).to(d)),
     "grid": lambda d: Grid(4, 5, window=3),
     "graph": lambda d: Graph(torch.randint(TOKENS, (2, 61), generator=torch.Generator().manual_seed(1)).to(d), TOKENS),
