@@ -41,3 +41,14 @@ def test_what_has_not_failed_is_silent_and_forgotten():
     failures.send()
     failures.raise_arrived()
     assert not failures._sent
+
+
+def test_each_step_that_failed_is_reported():
+    failures = DeviceFailures()
+    for step in range(3):
+        failures.add(torch.tensor([step != 1]), lambda _, step=step: f"step {step} failed")
+        failures.send()
+    for step in (0, 2):
+        with pytest.raises(ValueError, match=f"^step {step} failed$"):
+            failures.raise_arrived(wait=step == 2)
+    failures.raise_arrived(wait=True)

@@ -47,12 +47,15 @@ class DeviceFailures:
         self._added.clear()
 
     def raise_arrived(self, *, wait: bool = False) -> None:
-        """Raise the first failure that has arrived; with `wait`, after all of them have."""
-        arrived = [sent for sent in self._sent if wait or bool((sent.on_host != _NOT_ARRIVED).all())]
-        self._sent = [sent for sent in self._sent if not any(sent is other for other in arrived)]
-        for sent in arrived:
+        """Raise the first failure that has arrived; with `wait`, after all of them have. The next call raises the next one."""
+        sent_before, self._sent = self._sent, []
+        for number, sent in enumerate(sent_before):
+            if not wait and bool((sent.on_host == _NOT_ARRIVED).any()):
+                self._sent.append(sent)
+                continue
             failed = (sent.failed.cpu() if wait else sent.on_host).nonzero()
             if len(failed):
+                self._sent += sent_before[number + 1 :]
                 raise ValueError(sent.describe(int(failed[0])))
 
 
