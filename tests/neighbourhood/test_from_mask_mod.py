@@ -139,11 +139,11 @@ class Optional:
 def test_indices_that_a_mask_mod_begins_to_read_are_noticed():
     """What it reads depends on captured values, which may change after the neighbourhood was made."""
     mod = Optional()
-    overs = from_mask_mod(mod), Window(6) & ~from_mask_mod(mod)
+    overs = from_mask_mod(mod), Window(6) & ~from_mask_mod(mod), from_mask_mod(mod).bind_sizes(Sizes((3,), 2, 7, 7))
     q = torch.randn(3, 2, 7, 8)
     for mod.ids, mod.by_head in ((None, False), (DOCUMENTS, False), (None, True), (DOCUMENTS, True), (None, False)):
         keep = create_mask(lambda b, h, q, k: mod(b, h, q, k), 3, 2, 7, 7, device="cpu")
-        for over, allowed in zip(overs, (keep, ~keep), strict=True):
+        for over, allowed in zip(overs, (keep, ~keep, keep), strict=True):
             assert torch.equal(over.mask(Sizes((3,), 2, 7, 7), CPU).expand(3, 2, 7, 7), allowed)
             torch.testing.assert_close(attend(q, q, q, over=over), attend(q, q, q, over=Mask(allowed)))
 

@@ -68,11 +68,11 @@ class MaskModNeighbourhood(Neighbourhood):
 
     def bind_sizes(self, sizes: Sizes) -> Neighbourhood:
         # selected rows belong to the batch of another call
-        if sizes == self.sizes or self._rows:
+        if self._rows:
             return self
         plain_values = self._plain_values if torch.compiler.is_compiling() else _plain_values(self.mod)
         if plain_values == self._plain_values:
-            return self._with(sizes=sizes)
+            return self if sizes == self.sizes else self._with(sizes=sizes)
         # by other values a mask_mod may take another branch, and read other indices
         by_batch, by_head = _find_read_axes(self.mod)
         return self._with(sizes=sizes, by_batch=by_batch, by_head=by_head, _plain_values=plain_values)
