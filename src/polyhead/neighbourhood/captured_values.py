@@ -4,12 +4,24 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Mapping
-from types import CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType
+from types import BuiltinFunctionType, CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 
 import torch
 from torch import Tensor, nn
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+# What `_references` knows how to follow without names.
+_WITHOUT_ATTRIBUTES = (
+    FunctionType,
+    BuiltinFunctionType,
+    functools.partial,
+    MethodType,
+    Mapping,
+    list,
+    tuple,
+    set,
+    frozenset,
+)
 
 
 def captured_values(function: object) -> list[object]:
@@ -29,8 +41,12 @@ def captured_values(function: object) -> list[object]:
 
 
 def _follow(function: object, names: set[str]) -> tuple[list[object], set[str]]:
-    """The values that are reached by attributes of these names, and the names in the code of all functions on the way."""
+    """The values that are reached by attributes of these names, and the names in the code of all functions on the way.
+
+    No name is given where no object has attributes that matter.
+    """
     found: list[object] = []
+    has_attributes = False
     in_code: set[str] = set()
     # the objects themselves: the id of one that is no longer alive may be that of another
     seen: dict[int, object] = {}
@@ -44,8 +60,9 @@ def _follow(function: object, names: set[str]) -> tuple[list[object], set[str]]:
             if isinstance(x, FunctionType):
                 in_code |= _names(x.__code__)
                 found += [x.__qualname__, *_instructions(x.__code__)]
+            has_attributes |= not isinstance(x, _WITHOUT_ATTRIBUTES)
             waiting.extend(_references(x, names))
-    return found, in_code
+    return found, in_code if has_attributes else set()
 
 
 def _references(x: object, names: set[str]) -> Iterator[object]:
