@@ -12,6 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from polyhead import ALiBi, Causal, Dot, Padding, RelativeBias, Window, attend, explain
 from polyhead.kernels.flex import support
+from polyhead.kernels.flex.shared_memory import width_refuses
 from polyhead.score import Score
 
 CUDA = torch.device("cuda", 0)
@@ -86,6 +87,16 @@ def test_learned_biases_under_deterministic_algorithms(flex_on_cpu: None, monkey
     assert explain(q, q, q, over=over, position=fixed).kernel == "flex"
     with torch.no_grad():
         assert explain(q, q, q, over=over, position=learned).kernel == "flex"
+
+
+def test_heads_that_are_too_wide(flex_on_cpu: None):
+    q = torch.randn(1, 1, 40, 300)
+    with pytest.raises(ValueError, match="it is for heads of at most 256 features, and these have 300"):
+        attend(q, q, q, over=Window(3), kernel="flex")
+    assert width_refuses(256, torch.float32, 64 << 10) == (
+        "heads of 256 features in float32 do not fit into the GPU's 64 KB of shared memory"
+    )
+    assert width_refuses(256, torch.float32, 163 << 10) is None
 
 
 class Near(Score):

@@ -10,6 +10,10 @@ if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import FlexKernelOptions
 
 
+# Wider heads were not compiled for any GPU.
+MAX_WIDTH = 256
+
+
 class _Fit(NamedTuple):
     """The bytes of a query, key or value up to which kernels fit: with torch's own configurations, and with ours."""
 
@@ -47,6 +51,8 @@ shared_memory_per_block._dynamo_marked_constant = True  # type: ignore[attr-defi
 
 def width_refuses(width: int, dtype: torch.dtype, available: int | None) -> str | None:
     """The reason why heads of this many features do not fit, or None."""
+    if width > MAX_WIDTH:
+        return f"it is for heads of at most {MAX_WIDTH} features, and these have {width}"
     if available is None or _bytes_per_row(width, dtype) <= _fit(available).at_most:
         return None
     return (
