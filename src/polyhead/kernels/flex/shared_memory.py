@@ -15,23 +15,24 @@ MAX_WIDTH = 256
 
 
 class _Fit(NamedTuple):
-    """The bytes of a query, key or value up to which kernels fit: with torch's own configurations, and with ours."""
+    """The bytes of a query, key or value up to which kernels fit: with torch's own configurations, with two stages, with one."""
 
     available: int
-    own: int
-    at_most: int
+    torchs: int
+    two_stages: int
+    one_stage: int
 
 
 # Found by compiling the kernels with a mask per head and a learned relative bias, which take the most.
 _FITS = (
     # sm_90, sm_100
-    _Fit(200 << 10, 1024, 1024),
+    _Fit(200 << 10, 1024, 1024, 1024),
     # sm_80
-    _Fit(160 << 10, 256, 1024),
+    _Fit(160 << 10, 256, 256, 1024),
     # sm_86, sm_89, sm_120
-    _Fit(96 << 10, 64, 1024),
+    _Fit(96 << 10, 64, 128, 1024),
     # sm_75
-    _Fit(0, 64, 256),
+    _Fit(0, 64, 64, 256),
 )
 # From this size on, torch's blocks in the backward pass of half precision are too large.
 _LARGE_ROW = 512
@@ -53,7 +54,7 @@ def width_refuses(width: int, dtype: torch.dtype, available: int | None) -> str 
     """The reason why heads of this many features do not fit, or None."""
     if width > MAX_WIDTH:
         return f"it is for heads of at most {MAX_WIDTH} features, and these have {width}"
-    if available is None or _bytes_per_row(width, dtype) <= _fit(available).at_most:
+    if available is None or _bytes_per_row(width, dtype) <= _fit(available).one_stage:
         return None
     return (
         f"heads of {width} features in {str(dtype)[6:]} do not fit into the GPU's {available >> 10} KB of shared memory"
@@ -63,10 +64,10 @@ def width_refuses(width: int, dtype: torch.dtype, available: int | None) -> str 
 def kernel_options(width: int, dtype: torch.dtype, available: int | None) -> FlexKernelOptions | None:
     """The options with which a call fits, or None where torch's own do."""
     row = _bytes_per_row(width, dtype)
-    if available is None or row <= _fit(available).own:
+    if available is None or row <= _fit(available).torchs:
         return None
-    # without copies of blocks that are loaded ahead
-    options: Any = {"num_stages": 1}
+    # stages are blocks that are loaded ahead
+    options: Any = {"num_stages": 2 if row <= _fit(available).two_stages else 1}
     if row >= _LARGE_ROW and dtype != torch.float32:
         options.update(bwd_BLOCK_M1=32, bwd_BLOCK_N1=32, bwd_BLOCK_M2=32, bwd_BLOCK_N2=32)
     return options
