@@ -18,7 +18,7 @@ from polyhead.linalg.foreach import all_finite, increment_counters
 from polyhead.manifold import Euclidean, Manifold
 from polyhead.optim.checks import check_option_names, check_saved_state, drop_none_values
 from polyhead.optim.device_failures import DeviceFailures
-from polyhead.optim.device_steps import check_gradients, is_stepped_on_device, step_on_device
+from polyhead.optim.device_steps import check_gradients, check_state_device, is_stepped_on_device, step_on_device
 from polyhead.optim.groups import find_declared_manifolds, groups
 from polyhead.optim.sharded_tensors import (
     Part,
@@ -224,6 +224,8 @@ class Optimizer(torch.optim.Optimizer, abc.ABC):
                 state["step"] = move_to(state["step"].float(), p.device if on_device else torch.device("cpu"))
             if not names <= state.keys():
                 state.update({**self.init_state(group, p), **state})
+            if on_device:
+                check_state_device(p, state, self._param_name)
             part, own = find_part(p, group["manifold"]), own_part(p)
             # a number of steps that lies on a device is not read
             steps = None if on_device else state["step"].item()

@@ -7,7 +7,7 @@ not; the host learns of it later (`DeviceFailures`).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from jaxtyping import Bool, Float
@@ -27,6 +27,16 @@ Move = Callable[[Tensor, Tensor, Tensor, list[Tensor]], Tensor]
 def is_stepped_on_device(p: Tensor) -> bool:
     """Whether a parameter is on a device whose numbers the host does not read. Processes that share a DTensor must agree: they do."""
     return not p.is_cpu and not is_sharded(p)
+
+
+def check_state_device(p: Tensor, state: Mapping[str, Tensor], name_of: Callable[[Tensor], str]) -> None:
+    """Raise where the state of a parameter is on another device, as after `model.to(device)`."""
+    for name, x in state.items():
+        if x.device != p.device:
+            raise ValueError(
+                f"{name_of(p)}: {name} must be on {p.device}, as the parameter is, got {x.device}; make the optimizer after "
+                "model.to(device), or load its state_dict() again"
+            )
 
 
 def check_gradients(

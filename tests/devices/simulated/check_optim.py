@@ -188,6 +188,21 @@ def test_a_saved_state_continues_on_another_device(gpu, make, direction):
         assert_close(host_of(b), host_of(a), atol=1e-11, rtol=1e-11)
 
 
+def test_a_state_on_another_device_is_refused(gpu):
+    groups = start(gpu)
+    optimizer = OPTIMIZERS["adam"](groups)
+    walk(optimizer, groups, range(1, 2))
+    # as model.to(device) leaves it
+    state = optimizer.state[flat(groups)[0]]
+    state["exp_avg"] = state["exp_avg"].cpu()
+    set_gradients(groups, 2)
+    with pytest.raises(
+        ValueError,
+        match=r"^params\[0\] of group 0 .*: exp_avg must be on gpu:0, as the parameter is, got cpu; make the",
+    ):
+        optimizer.step()
+
+
 def test_the_state_of_torchs_adam_continues(gpu):
     torch.manual_seed(0)
     x = torch.randn(4, 3, dtype=torch.float64)
