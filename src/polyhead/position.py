@@ -173,10 +173,10 @@ class Rotary(Position):
     def _cos_sin_at(self, points: Int[Tensor, "items axes"], dim: int, like: Tensor) -> _Tables:
         """Cosine and sine (items, dim/2/axes) by the coordinates along each axis of a grid; those of the last grids are kept."""
         key = (dim, like.dtype, self.base, self.scaling)
-        for kept, kept_key, tables in self._tables_of_points:
+        keep = can_keep_tensors(points.device) and not points.is_inference()
+        for kept, kept_key, tables in self._tables_of_points if keep else ():
             if kept is points and kept_key == key:
                 return tables
-        keep = can_keep_tensors(points.device) and not points.is_inference()
         # tables that are created under inference_mode cannot be used in training
         with torch.inference_mode(False) if keep else nullcontext():
             tables = [self._cos_sin_along(at, dim // points.shape[-1], like) for at in points.unbind(-1)]

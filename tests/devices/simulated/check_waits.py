@@ -110,3 +110,22 @@ def test_edges_out_of_range_are_refused_on_the_device(gpu):
     with count() as counts:
         assert Graph(edges).sources == 8
     assert counts.waits == 1
+
+
+def test_graphs_in_blocks_of_edges_wait_for_nothing(gpu, monkeypatch):
+    from polyhead.kernels import edges_torch
+
+    monkeypatch.setattr(edges_torch, "BLOCK_NUMEL", 1 << 10)
+    edges = torch.randint(20, (2, 90))
+    x = torch.randn(3, 2, 20, 8)
+    results = []
+    for device in (torch.device("cpu"), gpu):
+        q, k, v = (y.to(device).requires_grad_() for y in x)
+        graph = Graph(edges, 20).to(device)
+        with count() as counts:
+            out = attend(q, k, v, over=graph, kernel="edges_torch")
+            out.square().sum().backward()
+        assert not counts.waited and not counts.uploaded
+        results.append([host_of(y) for y in (out, q.grad, k.grad, v.grad)])
+    for host, there in zip(*results, strict=True):
+        torch.testing.assert_close(there, host, atol=1e-5, rtol=1e-5)
