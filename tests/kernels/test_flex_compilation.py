@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextvars
 import gc
+import threading
 
 import pytest
 import torch
@@ -69,6 +71,7 @@ def test_lengths_windows_and_grids_are_not_compiled_again(flex_on_cpu: None):
 
 def test_structures_have_limits_of_their_own(flex_on_cpu: None, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(compiled, "RECOMPILE_LIMIT", 1)
+    monkeypatch.setattr(compiled, "_settings", threading.local())
     monkeypatch.setattr(compiled, "_compiled", {})
     run(Causal(), 300)
     run(Window(5), 300)
@@ -99,6 +102,16 @@ def test_second_derivatives_are_an_error(flex_on_cpu: None):
     out = attend(q, q, q, over=Causal(), kernel="flex", sink=0.0)
     with pytest.raises(RuntimeError, match="flex has no second derivatives; pass kernel='tiled'"):
         torch.autograd.grad(out.sum(), q, create_graph=True)
+
+
+def test_calls_leave_nothing_behind(flex_on_cpu: None):
+    q = torch.randn(1, 2, 200, 16)
+    run = lambda: attend(q, q, q, over=Window(9), kernel="flex")
+    run()
+    before = len(contextvars.copy_context())
+    for _ in range(5):
+        run()
+    assert len(contextvars.copy_context()) == before
 
 
 def test_capture_sees_it(flex_on_cpu: None):

@@ -8,7 +8,9 @@ that builds queries x keys. Here each structure has a function of its own, and f
 from __future__ import annotations
 
 import importlib
+import threading
 from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -28,6 +30,7 @@ BACKEND = "inductor"
 RECOMPILE_LIMIT = 64
 
 _compiled: dict[Hashable, Callable[..., tuple[Tensor, Tensor]]] = {}
+_settings = threading.local()
 
 
 class FlexProblem(NamedTuple):
@@ -59,22 +62,32 @@ def run_flex(q: Tensor, k: Tensor, v: Tensor, problem: FlexProblem, options: Sta
     structure = (q.shape[1::2], k.shape[1::2], v.shape[3], _describe((q, k, v, *problem)), str(options), BACKEND)
     if structure not in _compiled:
         _compiled[structure] = torch.compile(_make_function(options), fullgraph=True, dynamic=True, backend=BACKEND)
+    limits, sizes = _compiler_settings()
     # importing the compiler takes a second, so it comes with the first call
-    dynamo: Any = importlib.import_module("torch._dynamo")
-    symbolic_shapes: Any = importlib.import_module("torch.fx.experimental._config")
-    with (
-        # the scale is a constant of torch's kernel, not a number that it reads
-        dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT, specialize_float=True),
-        # sizes that happen to be equal may differ in the next call
-        symbolic_shapes.patch(use_duck_shape=False),
-    ):
+    errors: Any = importlib.import_module("torch._dynamo.exc")
+    with limits, sizes:
         try:
             return _compiled[structure](q, k, v, problem)
-        except dynamo.exc.FailOnRecompileLimitHit as error:
+        except errors.FailOnRecompileLimitHit as error:
             raise RuntimeError(
                 f"flex: torch has compiled this attention {RECOMPILE_LIMIT} times for different arguments; "
                 "pass kernel='tiled', or report which arguments differ"
             ) from error
+
+
+def _compiler_settings() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """Contexts with the settings of torch's compiler for a call; made once per thread, since torch frees nothing of a context."""
+    if not hasattr(_settings, "contexts"):
+        dynamo: Any = importlib.import_module("torch._dynamo")
+        symbolic_shapes: Any = importlib.import_module("torch.fx.experimental._config")
+        _settings.contexts = (
+            # the scale is a constant of torch's kernel, not a number that it reads
+            dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT, specialize_float=True),
+            # sizes that happen to be equal may differ in the next call
+            symbolic_shapes.patch(use_duck_shape=False),
+        )
+    contexts: tuple[AbstractContextManager[None], AbstractContextManager[None]] = _settings.contexts
+    return contexts
 
 
 def _make_function(options: StaticOptions) -> Callable[..., tuple[Tensor, Tensor]]:
