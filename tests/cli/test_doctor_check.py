@@ -197,6 +197,40 @@ def run_call_on(q, k, v, over):
     return run_call(check_and_make_call(q, k, v, AttentionOptions(over)))[0]
 
 
+def test_an_interrupted_check_reports_what_was_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    right, cases = run.run_case, []
+
+    def interrupted(case, device):
+        cases.append(case)
+        if len(cases) == 3:
+            raise KeyboardInterrupt
+        return right(case, device)
+
+    monkeypatch.setattr(run, "run_case", interrupted)
+    code, report = check(tmp_path, only="dense: plain")
+    assert code == 130 and report["interrupted"] and not report["passed"] and report["failed"] == 0
+    assert [case["case"] for case in report["cases"]] == ["dense: plain"] * 2
+    said = capsys.readouterr()
+    assert "Interrupted after 2 of 4 cases" in said.err
+    assert "fused" in said.out
+    # before the first case nothing is written over an earlier report
+    cases[:] = [None, None]
+    code, again = check(tmp_path, only="dense: plain")
+    assert code == 130 and again == report
+
+
+def test_a_narrow_terminal_cuts_off_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setenv("COLUMNS", "30")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    check(tmp_path)
+    said = capsys.readouterr().out
+    assert "reference" in said and "passed" in said and "…" not in said
+
+
 def test_it_needs_no_rich(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "rich" else found(name, *a))
@@ -217,6 +251,7 @@ def test_it_needs_no_rich(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
         ("xpu", "got xpu: torch 2"),
         ("meta", "got meta: its tensors have no values"),
         ("gpu7", "got 'gpu7', which torch does not know"),
+        ("", "got '', which torch does not know"),
     ],
 )
 def test_a_device_that_is_not_there_is_refused(device: str, message: str, capsys: pytest.CaptureFixture[str]):

@@ -24,13 +24,18 @@ _RESULT_COLUMNS = ("case", "kernel", "cases", "output", "gradients", "of toleran
 _TIME_COLUMNS = ("time of", "dtype", "kernel", "ours ms", "peer", "peer ms", "peer / ours")
 _TEXT_COLUMNS = ("case", "kernel", "time of", "dtype", "peer", "")
 _COLUMN_GAP = 2
+# the code of a shell for a command that Ctrl-C ended
+INTERRUPTED = 130
 
 
 def run_check(arguments: argparse.Namespace, facts: dict[str, str]) -> int:
-    """Check the kernels on a device; 0 if every comparison passed, else 1. Usage errors end the process with code 2."""
+    """Check the kernels on a device; 0 if every comparison passed, else 1. Usage errors end the process with code 2.
+
+    Ctrl-C ends the check early: what was compared by then is printed and written, and the code is 130.
+    """
     out = arguments.out or Path(DEFAULT_REPORT)
     try:
-        device = find_device(arguments.device or "cpu")
+        device = find_device("cpu" if arguments.device is None else arguments.device)
         # fail before the work if the report cannot be written
         _files.resolve_writable_path(out, "--out")
     except (OSError, ValueError) as error:
@@ -54,17 +59,26 @@ def run_check(arguments: argparse.Namespace, facts: dict[str, str]) -> int:
     )
     print(f"\nChecking {len(cases)} cases on {device}{slow}", file=sys.stderr, flush=True)
     begin = time.perf_counter()
-    results = run_cases(cases, device, _progress("Checking"))
-    times = run_timed_cases(timed, device, dtypes, _progress("Timing"))
+    results: list[CaseResult] = []
+    times: list[Times] = []
+    interrupted = False
+    try:
+        run_cases(cases, device, _progress("Checking"), results)
+        run_timed_cases(timed, device, dtypes, _progress("Timing"), times)
+    except KeyboardInterrupt:
+        interrupted = True
+        print(f"\nInterrupted after {len(results)} of {len(cases)} cases", file=sys.stderr, flush=True)
+        if not results and not times:
+            return INTERRUPTED
     print()
     _print_results(results)
     _print_times(times)
-    report = Report(device, facts, results, times)
+    report = Report(device, facts, results, times, interrupted=interrupted)
     _files.write_atomically(out, json.dumps(report.as_json(), indent=1).encode(), "--out")
     passed = f"{report.compared - report.failed} of {report.compared} comparisons passed"
     print(f"\n{passed} on {device} in {time.perf_counter() - begin:.0f} s.")
     print(f"Report written to {out}: please attach it to a report of a bug, or of a device that passed.")
-    return 1 if report.failed else 0
+    return INTERRUPTED if interrupted else 0 if report.passed else 1
 
 
 def _progress(label: str) -> Progress:
@@ -162,7 +176,6 @@ def _print_table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         table.add_column(title, justify="left" if text else "right", no_wrap=True)
     for row in rows:
         table.add_row(*row, style="bold red" if "FAILED" in row[-1] else None)
-    # a file or a pipe has no width that could truncate the table
-    console = Console(markup=False, highlight=False)
-    width = None if console.is_terminal else 200
-    Console(markup=False, highlight=False, width=width).print(table)
+    # at least its own width: a narrow terminal breaks lines, and no number or verdict is cut off
+    console = Console(markup=False, highlight=False, width=200)
+    console.print(table, width=console.measure(table).maximum)

@@ -16,9 +16,21 @@ class Report:
     """Facts, results and times of a check of one device."""
 
     def __init__(
-        self, device: torch.device, facts: dict[str, str], results: Sequence[CaseResult], times: Sequence[Times]
+        self,
+        device: torch.device,
+        facts: dict[str, str],
+        results: Sequence[CaseResult],
+        times: Sequence[Times],
+        *,
+        interrupted: bool = False,
     ) -> None:
         self.device, self.facts, self.results, self.times = device, facts, results, times
+        self.interrupted = interrupted
+
+    @property
+    def passed(self) -> bool:
+        """Whether all comparisons were made, and none failed."""
+        return self.failed == 0 and not self.interrupted
 
     @property
     def compared(self) -> int:
@@ -39,7 +51,8 @@ class Report:
             "polyhead check": 1,
             "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
             "device": str(self.device),
-            "passed": self.failed == 0,
+            "passed": self.passed,
+            "interrupted": self.interrupted,
             "comparisons": self.compared,
             "failed": self.failed,
             "facts": self.facts,

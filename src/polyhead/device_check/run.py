@@ -48,10 +48,21 @@ class CaseResult(NamedTuple):
         return self.error is None and bool(self.kernels) and all(result.passed for result in self.kernels)
 
 
-def run_cases(cases: Sequence[Case], device: torch.device, progress: Progress | None = None) -> list[CaseResult]:
-    """Run every case; one that raises is recorded with its error, and the others go on. The state of torch's generator stays."""
+def run_cases(
+    cases: Sequence[Case],
+    device: torch.device,
+    progress: Progress | None = None,
+    results: list[CaseResult] | None = None,
+) -> list[CaseResult]:
+    """Run every case; one that raises is recorded with its error, and the others go on. The state of torch's generator stays.
+
+    Results are appended to `results` one by one, so that an interruption loses none.
+    """
+    results = [] if results is None else results
     with torch.random.fork_rng(devices=[]), full_fp32_precision():
-        return [run_case(case, device) for case in wrap_with_progress(cases, progress)]
+        for case in wrap_with_progress(cases, progress):
+            results.append(run_case(case, device))
+    return results
 
 
 def run_case(case: Case, device: torch.device) -> CaseResult:

@@ -91,16 +91,23 @@ def _peer_of(over: Neighbourhood) -> str:
 
 
 def run_timed_cases(
-    cases: Sequence[TimedCase], device: torch.device, dtypes: list[torch.dtype], progress: Progress | None = None
+    cases: Sequence[TimedCase],
+    device: torch.device,
+    dtypes: list[torch.dtype],
+    progress: Progress | None = None,
+    times: list[Times] | None = None,
 ) -> list[Times]:
-    """Time every case, sequences in bf16 where another device than the CPU has it; one that raises is recorded with its error."""
+    """Time every case, sequences in bf16 where another device than the CPU has it; one that raises is recorded with its error.
+
+    Times are appended to `times` case by case, so that an interruption loses none.
+    """
+    times = [] if times is None else times
     narrow = device.type != "cpu" and torch.bfloat16 in dtypes
     with torch.random.fork_rng(devices=[]), full_fp32_precision():
-        return [
-            line
-            for case in wrap_with_progress(cases, progress)
-            for line in _run_timed_case(case, device, torch.bfloat16 if narrow and case.allows_bf16 else torch.float32)
-        ]
+        for case in wrap_with_progress(cases, progress):
+            dtype = torch.bfloat16 if narrow and case.allows_bf16 else torch.float32
+            times += _run_timed_case(case, device, dtype)
+    return times
 
 
 def _run_timed_case(case: TimedCase, device: torch.device, dtype: torch.dtype) -> list[Times]:
