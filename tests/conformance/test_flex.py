@@ -20,12 +20,13 @@ pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning"
 
 EMPTY = {name for name, layout in LAYOUTS.items() if 0 in (*layout.batch, layout.queries, layout.keys)}
 SIZED = [name for name in LAYOUTS if name not in EMPTY]
-# every neighbourhood, every position with every option, every layout and every dtype, once
+SOME_LAYOUTS = ("groups-apart", "far-wider-values", "one-query", "two-batches")
+# every neighbourhood, position, option and dtype once, and some layouts
 SOME = [
     *(Row(name, "none", "sink", "plain", torch.float64) for name in NEIGHBOURHOODS),
     *(Row("causal-window-padding", "relative", option, "grouped", torch.float64) for option in OPTIONS),
     *(Row("mask-window", position, "bias", "plain", torch.float64) for position in POSITIONS),
-    *(Row("causal-segments", "rotary", "sink", layout, torch.float64) for layout in SIZED),
+    *(Row("causal-segments", "rotary", "sink", layout, torch.float64) for layout in SOME_LAYOUTS),
     *(Row("window", "relative", "dropout", "strided", dtype) for dtype in DTYPES),
 ]  # fmt: skip
 ALL = [
@@ -87,7 +88,7 @@ def check_grid(name: str, position: str, dropout: float) -> None:
     assert not any(differs(a, b, 1e-11) for a, b in zip(*results, strict=True)), name
 
 
-@pytest.mark.parametrize("name", ["plane-uneven", "prefix", "strided", "padded", "offsets-several"])
+@pytest.mark.parametrize("name", ["plane-uneven", "prefix", "offsets-several"])
 def test_flex_equals_the_reference_on_grids(name: str, flex_on_cpu: None):
     check_grid(name, "relative", 0.0)
 

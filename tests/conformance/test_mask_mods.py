@@ -27,7 +27,7 @@ def check(over: Neighbourhood, sizes: Sizes) -> None:
     assert torch.equal(got.reshape(shape), expected), over
 
 
-@pytest.mark.parametrize("layout", ["plain", "more-keys", "more-queries", "one-of-each", "two-batches"])
+@pytest.mark.parametrize("layout", ["more-keys", "more-queries", "two-batches"])
 @pytest.mark.parametrize("name", NEIGHBOURHOODS)
 def test_along_a_sequence(name: str, layout: str):
     torch.manual_seed(0)
@@ -43,7 +43,7 @@ def test_on_a_grid(name: str):
     check(over, Sizes((2,), HEADS, queries, keys))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(data=st.data(), size=st.tuples(st.integers(1, 3), st.sampled_from([1, 5, 33]), st.sampled_from([1, 3, 34])))
 def test_expressions(data: st.DataObject, size: tuple[int, int, int]):
     batch, queries, keys = size

@@ -84,9 +84,7 @@ TIGHT = {
 }
 
 
-@pytest.mark.parametrize(
-    "size", [(1, 1), (37, 37), (300, 300), (512, 512), (129, 700), (700, 129), (128, 385)], ids=str
-)
+@pytest.mark.parametrize("size", [(1, 1), (300, 300), (512, 512), (129, 700), (700, 129)], ids=str)
 @pytest.mark.parametrize("name", TIGHT)
 def test_lists_name_exactly_the_blocks_with_allowed_pairs(name: str, size: tuple[int, int]):
     check(TIGHT[name](*size), *size, tight=True)

@@ -64,7 +64,7 @@ def test_lengths_windows_and_grids_are_not_compiled_again(flex_on_cpu: None):
     for name, arguments in families.items():
         run(**arguments(310, 0))
         before = compilations()
-        for i, items in enumerate((270, 530, 290, 400)):
+        for i, items in enumerate((530, 290)):
             run(**arguments(items, i + 1))
         assert compilations() == before, name
 
