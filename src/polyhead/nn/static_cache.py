@@ -7,7 +7,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from polyhead._torch import are_values_readable
-from polyhead.neighbourhood import Causal, Dense, Neighbourhood, Padding, Segments, Sizes, Window, intersection_parts
+from polyhead.neighbourhood import Causal, Dense, Neighbourhood, Padding, Segments, Sizes, Window, operands
 from polyhead.nn.cache import KeyValueCache, check_key_value_shapes
 from polyhead.position import ALiBi, Position, RelativeBias, Rotary
 
@@ -82,13 +82,13 @@ class FilledKeys(Neighbourhood):
     tensors = ("over", "length")
 
     def __init__(self, over: Neighbourhood, length: Int[Tensor, ""], capacity: int) -> None:
-        for part in intersection_parts(over):
+        for part in operands(over):
             known = isinstance(part, (Dense, Causal, Window, Padding)) or (
                 isinstance(part, Segments) and part.query_ids is None
             )
             if not known:
                 raise ValueError(
-                    "over must be Causal, Window, Padding, Segments of keys, or an intersection of these with a static cache, "
+                    "over must be made of Causal, Window, Padding and Segments of keys by &, | and ~ with a static cache, "
                     f"got {part!r}; make an ordinary one with mha.cache(batch, length)"
                 )
         self.over, self.length, self.capacity = over, length, capacity

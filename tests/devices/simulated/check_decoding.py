@@ -18,6 +18,8 @@ OVER = {
     "Causal": lambda keys: Causal(),
     "Window": lambda keys: Window(2, 0),
     "Causal & Padding": lambda keys: Causal() & Padding(torch.arange(keys) >= torch.tensor([[0], [2]])),
+    "a prefix": lambda keys: Causal() | Padding([4, 2], queries=False),
+    "complements": lambda keys: Causal() & ~Window(1, 0) & ~(Padding([2, 1]) & ~Causal() | Padding([3, 1])),
 }
 STEPS = (4, 1, 1, 2, 1)
 
@@ -68,7 +70,7 @@ def test_what_does_not_fit_is_refused(gpu):
     with pytest.raises(ValueError, match="cache must have room for 2 more positions, got 2 of 3 filled"):
         for _ in range(2):
             MultiHeadAttention(32, 4)(torch.randn(1, 2, 32), cache=on_host)
-    with pytest.raises(ValueError, match="over must be Causal, Window, Padding"):
+    with pytest.raises(ValueError, match="over must be made of Causal, Window, Padding"):
         layer(torch.randn(1, 1, 32, device=gpu), over=torch.ones(1, 3, dtype=torch.bool, device=gpu), cache=cache)
     with pytest.raises(ValueError, match="static must be False with this position"):
         MultiHeadAttention(32, 4, position=RelativeBias(4, window=(3, 3))).cache(1, 3, static=True)
