@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from polyhead.inspection.capture.capture import capture
     from polyhead.inspection.report.report import report
 
-__version__ = "0.8.0"
+__version__ = "0.9.0"
 
 __all__ = [
     "GAT",
