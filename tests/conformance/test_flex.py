@@ -18,7 +18,7 @@ from polyhead import ALiBi, Causal, Padding, RelativeBias, attend, explain
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
 
-EMPTY = {name for name, layout in LAYOUTS.items() if 0 in (*layout.batch, layout.queries, layout.keys)}
+EMPTY = [name for name, layout in LAYOUTS.items() if 0 in (*layout.batch, layout.queries, layout.keys)]
 SIZED = [name for name in LAYOUTS if name not in EMPTY]
 SOME_LAYOUTS = ("groups-apart", "far-wider-values", "one-query", "two-batches")
 # every neighbourhood, position, option and dtype once, and some layouts
