@@ -17,9 +17,12 @@ BATCH = 3
 
 
 def lists_of(over: Neighbourhood, queries: int, keys: int) -> BlockLists:
-    first, stop = torch.broadcast_tensors(*over.interval(queries, keys, CPU))
-    first, stop = (x.expand(*x.shape[:-1], queries).reshape(-1, queries) for x in (first, stop))
-    return make_block_lists(first, stop, keys, over.exact, over.band)
+    def interval_of(part: Neighbourhood) -> tuple[Tensor, Tensor]:
+        first, stop = torch.broadcast_tensors(*part.interval(queries, keys, CPU))
+        first, stop = (x.expand(*x.shape[:-1], queries).reshape(-1, queries) for x in (first, stop))
+        return first, stop
+
+    return make_block_lists(over, interval_of, keys)
 
 
 def marked(blocks_of: BlockList | None, others: int) -> Tensor:
@@ -52,14 +55,18 @@ def check(over: Neighbourhood, queries: int, keys: int, *, tight: bool) -> None:
     some, all_of = blocks_of_mask(over, queries, keys)
     by_query, by_key = marked(lists.keys, some.shape[2]), marked(lists.queries, some.shape[1])
     assert torch.equal(by_query, by_key.mT)
-    if over.exact:
+    assert not over.exact or lists.full_keys is not None
+    if lists.full_keys is not None:
         full = marked(lists.full_keys, some.shape[2])
         assert torch.equal(full, marked(lists.full_queries, some.shape[1]).mT)
-        assert torch.equal(full.expand_as(all_of), all_of)
+        full = full.expand_as(all_of)
+        assert not (full & ~all_of).any()
+        # what intervals alone say is found entirely
+        assert not tight or torch.equal(full, all_of)
         assert not (full & by_query).any()
         by_query = by_query | full
     else:
-        assert lists.full_keys is None and lists.full_queries is None
+        assert lists.full_queries is None
     by_query = by_query.expand_as(some)
     assert not (some & ~by_query).any()
     # the interval of a query is a hull: it may contain blocks in which no pair is allowed
@@ -106,9 +113,36 @@ def test_lists_of_predicates_contain_every_allowed_pair():
     check(Grid(40, 35, window=3, stride=2), 20 * 18, 1400, tight=False)
 
 
+def test_lists_of_expressions_contain_every_allowed_pair():
+    torch.manual_seed(0)
+    n = 700
+    ids, holes = torch.arange(n) // 150, torch.rand(BATCH, n) > 0.4
+    for over in (
+        Causal() & (Window(40, 0) | Padding([4], queries=False)),
+        Window(40) | ~Window(400),
+        ~(Window(100) | Segments(ids)),
+        ~Segments(ids) & Causal(),
+        Padding(holes) | Window(30),
+        ~(Padding(holes) & Window(200)),
+        ~Mask(torch.rand(BATCH, 2, n, n) > 0.9) | Causal(),
+        Padding([n, 300, 0], queries=True) & ~Causal() | Window(0),
+    ):
+        check(over, n, n, tight=False)
+
+
+def test_blocks_in_the_gap_of_a_union_are_left_out():
+    n = 4096
+    over = Causal() & (Window(256, 0) | Padding([4], queries=False))
+    lists = lists_of(over, n, n)
+    allowed = over.mask(Sizes((1,), 1, n, n), CPU)[0, 0].unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))
+    listed = int(lists.keys.number.sum() + lists.full_keys.number.sum())
+    # the blocks of the first keys, and those of the window
+    assert listed == int(allowed.any(-1).any(1).sum()) < n // BLOCK * 4
+
+
 def test_intervals_beyond_the_keys_are_cut():
-    first, stop = torch.tensor([[-500, 5]]), torch.tensor([[3000, 5]])
-    lists = make_block_lists(first, stop, 200, exact=True, band=(None, None))
+    interval = torch.tensor([[-500, 5]]), torch.tensor([[3000, 5]])
+    lists = make_block_lists(Segments(torch.zeros(200, dtype=torch.long)), lambda part: interval, 200)
     assert lists.keys.number.tolist() == [[[2]]] and lists.keys.listed.tolist() == [[[[0, 1]]]]
 
 

@@ -239,8 +239,8 @@ def compiled_for_the_cpu(q: torch.Tensor, lists: BlockLists, mod: torch_flex._ma
 def test_compiled_code_reads_the_lists(over: Neighbourhood):
     """The dense definition does not read them: an empty list would still give the right result there."""
     q = torch.randn(2, 3, 300, 16)
-    first, stop = (x.expand(2, 300) for x in over.interval(300, 300, CPU))
-    lists = make_block_lists(first, stop, 300, over.exact, (None, None))
+    interval_of = lambda part: tuple(x.expand(2, 300) for x in part.interval(300, 300, CPU))
+    lists = make_block_lists(over, interval_of, 300)
     mod = over.mask_mod(Sizes((2,), 3, 300, 300), CPU)
     expected = attend(q, q, q, over=over, kernel="reference")
     torch.testing.assert_close(compiled_for_the_cpu(q, lists, mod), expected, atol=1e-5, rtol=1e-5)

@@ -8,7 +8,7 @@ computes nothing derive from it. Positions are counted along the keys: the last 
 import torch
 
 from polyhead._old_checkpoints import accept_old_pickled_classes
-from polyhead.neighbourhood.algebra import Both, Complement, Either, intersection_parts, operands
+from polyhead.neighbourhood.algebra import Both, Combination, Complement, Either, intersection_parts, operands
 from polyhead.neighbourhood.base import BatchRows, Dense, Mask, Neighbourhood, as_neighbourhood
 from polyhead.neighbourhood.csr import CSR
 from polyhead.neighbourhood.from_mask_mod import MaskModNeighbourhood, from_mask_mod
@@ -28,6 +28,7 @@ __all__ = [
     "BatchRows",
     "Both",
     "Causal",
+    "Combination",
     "Complement",
     "Dense",
     "Either",

@@ -5,16 +5,20 @@ This takes work in proportion to queries and listed blocks, never to pairs, and 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from polyhead.neighbourhood.shapes import Band
+from polyhead.neighbourhood import Combination, Complement, Neighbourhood
 
 BLOCK = 128
+# The interval of keys `[first, stop)` of each query, for a neighbourhood or a part of it: (rows, queries) both.
+IntervalOf = Callable[[Neighbourhood], tuple[Tensor, Tensor]]
 
 
 class BlockList(NamedTuple):
@@ -33,41 +37,49 @@ class BlockLists(NamedTuple):
     full_queries: BlockList | None
 
 
-def make_block_lists(
-    first: Int[Tensor, "rows queries"], stop: Int[Tensor, "rows queries"], keys: int, exact: bool, band: Band
-) -> BlockLists:
-    """The block lists of queries whose keys lie in `[first, stop)`; `exact`: they see every key of it.
+def make_block_lists(over: Neighbourhood, interval_of: IntervalOf, keys: int, *, with_full: bool = True) -> BlockLists:
+    """The block lists of a neighbourhood, whose parts have the intervals that `interval_of` returns.
 
-    `band` bounds how far keys are from their query (`Neighbourhood.band`), and so how long a list may be. A block that
-    the end of the queries or keys cuts is never full.
+    `Neighbourhood.band` bounds how far keys are from their query, and so how long a list may be. A block that the end of the
+    queries or keys cuts is never full. Without `with_full` full blocks are listed among the others.
     """
-    rows = _RowsOfBlocks(first, stop, keys)
-    queries, device = first.shape[-1], first.device
-    key_blocks, query_blocks = _count(keys), _count(queries)
-    before, after = band
-    shift = keys - queries
-    query_block, key_block = (torch.arange(n, device=device) for n in (query_blocks, key_blocks))
+    blocks = _blocks_of(over, interval_of, keys)
+    (before, after), shift = over.band, keys - blocks.queries
+    query_block, key_block = (torch.arange(_count(n), device=blocks.device) for n in (blocks.queries, keys))
     # the candidates of a block: all blocks in which the band may have pairs with it
-    key_of = _candidates(query_block, shift, before, after, key_blocks)
-    query_of = _candidates(key_block, -shift, after, before, query_blocks)
-    by_query = rows.meets(query_block[:, None], key_of), rows.fills(query_block[:, None], key_of)
-    by_key = rows.meets(query_of, key_block[:, None]), rows.fills(query_of, key_block[:, None])
-    if not exact:
-        return BlockLists(_listed(by_query[0], key_of), _listed(by_key[0], query_of), None, None)
-    partial = [meets & ~fills for meets, fills in (by_query, by_key)]
+    key_of = _candidates(query_block, shift, before, after, len(key_block))
+    query_of = _candidates(key_block, -shift, after, before, len(query_block))
+    by_query, by_key = (query_block[:, None], key_of), (query_of, key_block[:, None])
+    meets = blocks.meets(*by_query), blocks.meets(*by_key)
+    if not (with_full and blocks.knows_full):
+        return BlockLists(_listed(meets[0], key_of), _listed(meets[1], query_of), None, None)
+    fills = blocks.fills(*by_query), blocks.fills(*by_key)
+    partial = [some & ~entire for some, entire in zip(meets, fills, strict=True)]
     return BlockLists(
         _listed(partial[0], key_of),
         _listed(partial[1], query_of),
-        _listed(by_query[1], key_of),
-        _listed(by_key[1], query_of),
+        _listed(fills[0].expand_as(partial[0]), key_of),
+        _listed(fills[1].expand_as(partial[1]), query_of),
     )
 
 
-class _RowsOfBlocks:
-    """For each block of queries, the blocks of keys that its queries reach, and those that all of them see entirely."""
+def _blocks_of(over: Neighbourhood, interval_of: IntervalOf, keys: int) -> _IntervalBlocks:
+    """The blocks of an expression of `&`, `|` and `~`, from those of its operands: a union may have gaps, its interval has none."""
+    first, stop = interval_of(over)
+    # an interval that is exact says all
+    if not over.exact and isinstance(over, Combination):
+        return _JoinedBlocks(first, stop, keys, over.join, [_blocks_of(part, interval_of, keys) for part in over.parts])
+    if not over.exact and isinstance(over, Complement):
+        return _ComplementBlocks(first, stop, keys, _blocks_of(over.over, interval_of, keys))
+    return _IntervalBlocks(first, stop, keys, over.exact)
 
-    def __init__(self, first: Tensor, stop: Tensor, keys: int) -> None:
-        self.key_blocks, self.query_blocks = _count(keys), _count(first.shape[-1])
+
+class _IntervalBlocks:
+    """Which blocks of keys the intervals of a block of queries reach, and which all of them contain."""
+
+    def __init__(self, first: Tensor, stop: Tensor, keys: int, exact: bool) -> None:
+        """`exact`: the queries see every key of their interval."""
+        self.queries, self.keys, self.device, self.knows_full = first.shape[-1], keys, first.device, exact
         first, stop = first.clamp(0, keys), stop.clamp(0, keys)
         sees = stop > first
         # a query that sees no key, and a place beyond the last query: begins after all keys, ends before them
@@ -76,15 +88,55 @@ class _RowsOfBlocks:
         self.full_first, self.full_stop = (first.amax(-1) + BLOCK - 1) // BLOCK, stop.amin(-1) // BLOCK
 
     def meets(self, query_block: Tensor, key_block: Tensor) -> Bool[Tensor, "rows blocks candidates"]:
+        """Whether a pair of a block may be allowed. False only where none is."""
         return self._within(self.first, self.stop, query_block, key_block)
 
     def fills(self, query_block: Tensor, key_block: Tensor) -> Bool[Tensor, "rows blocks candidates"]:
+        """Whether a block is known to be allowed entirely."""
+        if not self.knows_full:
+            return torch.zeros_like(self.exists(query_block, key_block))[None]
         return self._within(self.full_first, self.full_stop, query_block, key_block)
 
+    def exists(self, query_block: Tensor, key_block: Tensor) -> Bool[Tensor, "blocks candidates"]:
+        return (query_block < _count(self.queries)) & (key_block < _count(self.keys))
+
     def _within(self, first: Tensor, stop: Tensor, query_block: Tensor, key_block: Tensor) -> Tensor:
-        exists = (query_block < self.query_blocks) & (key_block < self.key_blocks)
-        row = query_block.clamp(max=self.query_blocks - 1)
-        return exists & (key_block >= first[:, row]) & (key_block < stop[:, row])
+        row = query_block.clamp(max=_count(self.queries) - 1)
+        return self.exists(query_block, key_block) & (key_block >= first[:, row]) & (key_block < stop[:, row])
+
+
+class _JoinedBlocks(_IntervalBlocks):
+    """The blocks of `a & b` or `a | b`, by those of its parts and by its interval."""
+
+    def __init__(
+        self, first: Tensor, stop: Tensor, keys: int, join: Callable[[Any, Any], Any], parts: list[_IntervalBlocks]
+    ) -> None:
+        super().__init__(first, stop, keys, exact=False)
+        self.join, self.parts = join, parts
+        # bools are joined like tensors
+        self.knows_full = functools.reduce(join, [part.knows_full for part in parts])
+
+    def meets(self, query_block: Tensor, key_block: Tensor) -> Tensor:
+        of_parts = functools.reduce(self.join, [part.meets(query_block, key_block) for part in self.parts])
+        return of_parts & super().meets(query_block, key_block)
+
+    def fills(self, query_block: Tensor, key_block: Tensor) -> Tensor:
+        return functools.reduce(self.join, [part.fills(query_block, key_block) for part in self.parts])
+
+
+class _ComplementBlocks(_IntervalBlocks):
+    """The blocks of `~a`: those that `a` does not fill, and those that it does not meet."""
+
+    def __init__(self, first: Tensor, stop: Tensor, keys: int, inner: _IntervalBlocks) -> None:
+        super().__init__(first, stop, keys, exact=False)
+        self.inner, self.knows_full = inner, True
+
+    def meets(self, query_block: Tensor, key_block: Tensor) -> Tensor:
+        return super().meets(query_block, key_block) & ~self.inner.fills(query_block, key_block)
+
+    def fills(self, query_block: Tensor, key_block: Tensor) -> Tensor:
+        whole = ((query_block + 1) * BLOCK <= self.queries) & ((key_block + 1) * BLOCK <= self.keys)
+        return whole & ~self.inner.meets(query_block, key_block)
 
 
 def _candidates(

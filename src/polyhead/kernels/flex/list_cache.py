@@ -32,15 +32,17 @@ def block_lists_of(call: Call) -> BlockLists:
 
     A tensor is unchanged if torch counted no write to it; writes through `.data` and NumPy are not counted.
     """
-    exact = call.over.exact and call.dropout == 0
-    make = lambda: make_block_lists(*key_intervals(call), call.sizes.keys, exact, call.over.band)
+    # dropout differs in every pair
+    with_full = call.dropout == 0
+    interval_of = lambda part: key_intervals(call._replace(over=part))
+    make = lambda: make_block_lists(call.over, interval_of, call.sizes.keys, with_full=with_full)
     fields = list(_fields(call.over)) if can_keep_tensors(call.q.device) else [None]
     if any(field is None for field in fields):
         return make()
     tensors = tuple(x for x in fields if isinstance(x, Tensor))
     key = (
         tuple(id(x) if isinstance(x, Tensor) else x for x in fields),
-        (call.sizes.batch, *call.sizes[2:], call.q.device, current_stream_id(call.q.device), exact),
+        (call.sizes.batch, *call.sizes[2:], call.q.device, current_stream_id(call.q.device), with_full),
     )
     versions = tuple(x._version for x in tensors)
     # taken out and put back as the newest, so that other threads cannot remove it in between
