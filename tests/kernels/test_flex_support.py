@@ -11,6 +11,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from polyhead import ALiBi, Causal, Dot, Padding, RelativeBias, Window, attend, explain
+from polyhead.cli.doctor import collect_facts
 from polyhead.kernels.flex import support
 from polyhead.kernels.flex.shared_memory import width_refuses
 from polyhead.score import Score
@@ -63,6 +64,20 @@ def test_gpus_that_are_too_old(
 ):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
     assert refuses(dtype) == reason
+
+
+def test_doctor_says_whether_it_runs_here(gpu: None, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.xpu, "is_available", lambda: False)
+    assert collect_facts()["flex"] == "no (it is for cuda and xpu, and torch finds neither)"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert collect_facts()["flex"] == "yes, on cuda"
+    monkeypatch.setattr(support, "_reasons", {})
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (7, 5))
+    assert collect_facts()["flex"] == "yes, on cuda; bfloat16 needs compute capability 8.0, and this GPU has 7.5"
+    monkeypatch.setattr(support, "_reasons", {})
+    monkeypatch.setitem(sys.modules, "triton", None)
+    assert collect_facts()["flex"] == "no (Triton is not installed; install the one that your torch was built for)"
 
 
 def test_other_devices_and_dtypes(gpu: None):

@@ -13,6 +13,7 @@ import torch
 
 import polyhead
 from polyhead._torch import native, native_missing_reason
+from polyhead.kernels.flex.support import DEVICE_TYPES, DTYPES, device_refuses
 from polyhead.models.pretrained import DEFAULT_PACKAGE
 
 DEFAULT_REPORT = "polyhead-check.json"
@@ -67,7 +68,26 @@ def collect_facts() -> dict[str, str]:
         **_collect_kernel_facts(),
         "threads": f"{torch.get_num_threads()}",
         "cuda": f"{torch.version.cuda}, {torch.cuda.device_count()} devices" if torch.cuda.is_available() else "no",
+        "triton": _installed_version(_triton_package()),
+        "flex": _describe_flex(),
     }
+
+
+def _triton_package() -> str:
+    """The package that Triton comes from: those for ROCm and XPU have names of their own."""
+    return importlib.metadata.packages_distributions().get("triton", ["triton"])[0]
+
+
+def _describe_flex() -> str:
+    """Whether the kernel `flex` runs on the GPU of this machine, or why not."""
+    device = next((torch.device(name) for name in DEVICE_TYPES if getattr(torch, name).is_available()), None)
+    if device is None:
+        return f"no (it is for {' and '.join(DEVICE_TYPES)}, and torch finds neither)"
+    reasons = {dtype: device_refuses(device, dtype) for dtype in DTYPES}
+    refused = dict.fromkeys(reason for reason in reasons.values() if reason is not None)
+    if all(reasons.values()):
+        return f"no ({'; '.join(refused)})"
+    return "; ".join([f"yes, on {device.type}", *refused])
 
 
 def _collect_kernel_facts() -> dict[str, str]:
