@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -237,10 +238,10 @@ def print_counts(names: Sequence[str]) -> None:
     if not chosen and not work:
         raise ValueError(f"no case of devices has {' or '.join(names)} in its name; one is {next(cases())}")
     width = max(len(str(case)) for case in (*chosen, *work))
-    print("launches + waits + copies from the host, counted on a simulated device, which is not a GPU")
+    print("launches + waits + copies from the host, counted on a simulated device, which is not a GPU", flush=True)
     print(f"{'case':{width}}  {'kernel':11}  {'make':>10}  {'forward':>10}  {'backward':>10}")
     show = lambda counts: f"{counts.launches}+{counts.waits}+{counts.uploads}"
-    for line in (counted_torch(), *map(counted, chosen)):
+    for line in chain([counted_torch()], map(counted, chosen)):
         numbers = map(show, (line.make, line.forward, line.backward))
         print(f"{line.case:{width}}  {line.kernel:11}  " + "  ".join(f"{text:>10}" for text in numbers), flush=True)
     for name in work:

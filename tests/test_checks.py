@@ -10,6 +10,7 @@ from polyhead._checks import (
     check_dense_tensor,
     check_integer,
     check_number,
+    count_of,
     is_integer,
     short_repr,
 )
@@ -79,3 +80,7 @@ def test_values_in_messages_are_short():
     assert short_repr(Broken()) == "Broken"
     assert short_repr(torch.ones(2, 3)) == "Tensor of torch.float32 and shape (2, 3)"
     assert len(short_repr(list(range(10_000)))) == 60
+
+
+def test_one_thing_is_not_several():
+    assert [count_of(n, "rank") for n in (0, 1, 2)] == ["0 ranks", "1 rank", "2 ranks"]

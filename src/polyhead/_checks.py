@@ -155,6 +155,11 @@ def short_repr(value: object) -> str:
     return text if len(text) <= _MAX_REPR_CHARACTERS else f"{text[: _MAX_REPR_CHARACTERS - 1]}…"
 
 
+def count_of(number: int, noun: str) -> str:
+    """How many of something, in a message: `1 rank`, `2 ranks`."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 def describe_type(value: object) -> str:
     """The type of a value, with dtype and shape of tensors and arrays."""
     if value is None or isinstance(value, type):

@@ -10,6 +10,7 @@ from rank_pool import run_on_threads
 from torch.distributed.device_mesh import init_device_mesh
 
 from polyhead import Causal, Grid, Mask, MultiHeadAttention, Segments, Window, attend, explain, from_mask_mod
+from polyhead._checks import count_of
 from polyhead.distributed import exchange_transport, head_pieces, item_attention, shard_items
 from polyhead.distributed.item_layout import ItemLayout
 from polyhead.neighbourhood import Sizes
@@ -85,7 +86,7 @@ def test_exchange_sends_only_what_is_seen(name, order, four_ranks):
     assert sum(sum(backward) for _, backward, _ in results) == needed * row
     for forward, _, text in results:
         assert text.startswith("exchange: ")
-        assert f" {sum(forward):,} bytes, in {len(forward)} messages" in text
+        assert f" {sum(forward):,} bytes, in {count_of(len(forward), 'message')}" in text
 
 
 def hold_a_few_heads():
@@ -111,7 +112,7 @@ def test_heads_are_exchanged_one_after_the_other_where_they_need_much_memory(fou
         assert len(forward) == HEADS * len(all_forward) and sum(forward) == sum(all_forward)
         # the gradients, and the keys and values once more
         assert sum(backward) == sum(all_backward) + sum(forward)
-        assert f" {sum(forward):,} bytes, in {len(forward)} messages" in text
+        assert f" {sum(forward):,} bytes, in {count_of(len(forward), 'message')}" in text
 
 
 @pytest.mark.parametrize("order", ["contiguous", "zigzag"])

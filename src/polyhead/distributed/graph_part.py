@@ -12,6 +12,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from polyhead._checks import count_of
 from polyhead.distributed.agreement import check_agreement, raise_on_every_rank
 from polyhead.distributed.halo_exchange import HaloExchange
 from polyhead.distributed.own_rows import gather_rows, item_axis, take_rows
@@ -123,7 +124,7 @@ class GraphPart(Graph):
         if place.parts != ranks:
             raise ValueError(
                 f"mesh must have one rank per part, {place.parts}, got {ranks}; call partition(graph, {ranks}), or start "
-                f"{place.parts} ranks"
+                + count_of(place.parts, "rank")
             )
         error = ValueError(
             f"parts must be on the rank of their number, got parts[{place.part}] on rank {rank}; use parts[rank]"
@@ -176,7 +177,8 @@ class GraphPart(Graph):
     def describe_messages(self, call: Call) -> str:
         """What this rank sends in the forward pass of a call."""
         sent, received = len(self.send), len(self.halo)
-        return f"{sent} rows to {self.plan.messages} ranks, and {received} rows from others, per call"
+        to = count_of(self.plan.messages, "rank")
+        return f"{count_of(sent, 'row')} to {to}, and {count_of(received, 'row')} from others, per call"
 
     # rows and edges of the whole graph
 

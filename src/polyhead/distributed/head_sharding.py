@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.nn.utils import parametrize
 
-from polyhead._checks import WrongType, describe_type
+from polyhead._checks import WrongType, count_of, describe_type
 from polyhead.distributed.agreement import check_agreement, raise_on_every_rank
 from polyhead.distributed.local_heads import HeadRange
 from polyhead.distributed.local_tensors import (
@@ -287,7 +287,7 @@ def _check_attention(name: str, layer: MultiHeadAttention, ranks: int) -> None:
     if layer.num_heads % ranks:
         raise ValueError(
             f"{name}: num_heads must be a multiple of the {ranks} ranks of the mesh, got {layer.num_heads}; use a mesh of "
-            f"{math.gcd(layer.num_heads, ranks)} ranks"
+            + count_of(math.gcd(layer.num_heads, ranks), "rank")
         )
     if type(layer)._project_into_call is not MultiHeadAttention._project_into_call:
         raise ValueError(f"{name}: the layer must be a MultiHeadAttention to be sharded, got {type(layer).__name__}")

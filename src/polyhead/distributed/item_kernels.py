@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from polyhead._checks import count_of
 from polyhead.distributed.exchange_transport import ExchangeTransport
 from polyhead.distributed.head_pieces import count_pieces
 from polyhead.distributed.item_attention import attend_items
@@ -39,7 +40,7 @@ class _ItemKernel:
         plan = _plan(call)
         size = plan.sent_rows * _row_bytes(call)
         messages = plan.messages * (_pieces(call, plan) if plan.name == "exchange" else 1)
-        return f"{plan.sent_rows} keys, {size:,} bytes, in {messages} messages: {plan.reason}"
+        return f"{count_of(plan.sent_rows, 'key')}, {size:,} bytes, in {count_of(messages, 'message')}: {plan.reason}"
 
 
 class Exchange(_ItemKernel):

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from polyhead._checks import check_integer, short_repr
+from polyhead._checks import check_integer, count_of, short_repr
 from polyhead.distributed.agreement import check_agreement, communication_device, fingerprint
 from polyhead.distributed.item_layout import ItemLayout, Order
 from polyhead.distributed.item_plan import Layouts
@@ -240,7 +240,7 @@ class ItemShard(Neighbourhood):
 
     def _refuse(self) -> NoReturn:
         raise ValueError(
-            f"this attention needs keys of {self.layouts.keys.ranks} ranks, and rank {self.rank} has its own alone; "
+            f"this attention needs keys of {count_of(self.layouts.keys.ranks, 'rank')}, and rank {self.rank} has its own alone; "
             "polyhead.distributed.gather(heads) collects the heads of all ranks, received and mean_mass sum over them"
         )
 

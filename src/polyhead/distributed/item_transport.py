@@ -7,6 +7,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
+from polyhead._checks import count_of
 from polyhead.distributed.item_plan import MAX_CHECKED_PAIRS, Intervals, ItemPlan, Layouts, make_item_plan
 from polyhead.distributed.ring_plan import RingPlan, make_ring_plan
 from polyhead.neighbourhood import Neighbourhood
@@ -64,12 +65,14 @@ def make_transport_plan(
     if transport == "exchange":
         return TransportPlan("exchange", exchange, "as asked for", held, threads)
     if held <= 2 * block:
-        reason = f"a rank receives at most {held} keys, no more than the two blocks of {block} that a ring holds"
+        reason = (
+            f"a rank receives at most {count_of(held, 'key')}, no more than the two blocks of {block} that a ring holds"
+        )
         return TransportPlan("exchange", exchange, reason, held, threads)
     ring = make_ring_plan(layouts, rank, intervals)
     (passed_on,) = largest((ring.received_rows,))
     if passed_on > MAX_RING_ROWS * held:
-        reason = f"a rank receives at most {held} keys, and {passed_on} by a ring"
+        reason = f"a rank receives at most {count_of(held, 'key')}, and {passed_on} by a ring"
         return TransportPlan("exchange", exchange, reason, held, threads)
-    reason = f"a rank would hold {held} keys of others at once, and holds two blocks of {block} in a ring"
+    reason = f"a rank would hold {count_of(held, 'key')} of others at once, and holds two blocks of {block} in a ring"
     return TransportPlan("ring", ring, reason, held, threads)

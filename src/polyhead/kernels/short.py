@@ -50,7 +50,7 @@ class Short:
         if not q.is_cpu:
             return f"it runs on the CPU, and q is on {q.device.type}"
         if not call.over.exact:
-            return f"it takes intervals of keys, and {type(call.over).__name__} is a mask"
+            return "it takes one interval of keys per query, and over needs a mask"
         if torch.compiler.is_exporting():
             return "it is for few keys, and an exported program must work for any number"
         if call.dropout > 0 and any(index is not None for index in call.item_indices):

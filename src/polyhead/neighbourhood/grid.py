@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from polyhead._checks import LARGEST_INT32, as_tensor, check_integer, describe_type
+from polyhead._checks import LARGEST_INT32, as_tensor, check_integer, count_of, describe_type
 from polyhead._torch import are_values_readable, is_tracing_or_dataless
 from polyhead.neighbourhood.lattice import (
     LatticeNeighbourhood,
@@ -311,8 +311,7 @@ class Offsets(LatticeNeighbourhood):
 
     def __repr__(self) -> str:
         several = "" if self.several == 1 else f" x {self.several}"
-        heads = "1 head" if self.heads == 1 else f"{self.heads} heads"
-        return f"Offsets({heads}{several}, {format_sizes(self.sizes)}, stride={_collapse_equal_axes(self.stride)}, padding={self.padding!r})"
+        return f"Offsets({count_of(self.heads, 'head')}{several}, {format_sizes(self.sizes)}, stride={_collapse_equal_axes(self.stride)}, padding={self.padding!r})"
 
 
 def _check_offsets(offsets: Any, axes: int) -> Int[Tensor, "heads *several axes"]:
