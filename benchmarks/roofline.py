@@ -68,11 +68,11 @@ class SequenceCase:
     def computed_pairs(self) -> int:
         """The pairs per head, over the batch, in the blocks that `flex` computes."""
         x = torch.empty(self.batch, 1, self.tokens, 1)
-        first, stop = key_intervals(Call(x, x, x, self.over, Dot()))
-        lists = make_block_lists(first, stop, self.tokens, self.over.exact, self.over.band)
+        call = Call(x, x, x, self.over, Dot())
+        lists = make_block_lists(self.over, lambda part: key_intervals(call._replace(over=part)), self.tokens)
         blocks = sum(int(part.number.sum()) for part in (lists.keys, lists.full_keys) if part is not None)
         # one row of blocks serves the whole batch where its entries do not differ
-        return blocks * BLOCK**2 * self.batch // len(first)
+        return blocks * BLOCK**2 * self.batch // len(lists.keys.number)
 
     def work(self, pairs: int, train: bool, mask_bytes: float = 0.0) -> Work:
         """Forward: two products, and q, k, v, the output and the log-sum-exp. Backward: five products, and twice as many tensors."""
