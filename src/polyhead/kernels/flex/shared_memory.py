@@ -68,6 +68,9 @@ def kernel_options(width: int, dtype: torch.dtype, available: int | None) -> Fle
         return None
     # stages are blocks that are loaded ahead
     options: Any = {"num_stages": 2 if row <= _fit(available).two_stages else 1}
+    if row > _fit(available).two_stages and dtype == torch.float32:
+        # torch's own for 256 features; it has larger ones for 192
+        options.update(fwd_BLOCK_M=32, fwd_BLOCK_N=32)
     if row >= _LARGE_ROW and dtype != torch.float32:
         options.update(bwd_BLOCK_M1=32, bwd_BLOCK_N1=32, bwd_BLOCK_M2=32, bwd_BLOCK_N2=32)
     return options
