@@ -97,6 +97,10 @@ ENTRIES = {
     "Heads.plot on a grid": (PLAIN.plot, {"batch": 1, "grid": (3, 3), "around": 4}),
     "Heads.select_batch_entry": (PLAIN.select_batch_entry, {"batch": 1}),
     "Heads.top": (PLAIN.top, {"k": 2}),
+    "KeyValueCache.keys_after": (lambda new: KeyValueCache(X, X).keys_after(new), {"new": 1}),
+    "KeyValueCache.positions_of": (lambda new: KeyValueCache(X, X).positions_of(new), {"new": 1}),
+    "KeyValueCache.visible_keys": (lambda new: KeyValueCache(X, X).visible_keys(Window(1), new), {"new": 1}),
+    "KeyValueCache.rewind": (lambda mark: KeyValueCache(X, X).rewind(mark), {"mark": 0}),
     "KeyValueCache.truncate": (lambda length: KeyValueCache(X, X).truncate(length), {"length": 0}),
     "MultiHeadAttention": (
         lambda **n: MultiHeadAttention(**n)(X, X, X),
